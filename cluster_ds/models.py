@@ -1,0 +1,65 @@
+"""Loading the model and tokenizer that a recipe names, and hashing what was loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from .embedded import resolve_model
+from .files import hash_files
+from .recipe import ModelSection
+
+_WEIGHTS = ("*.safetensors", "*.bin", "config.json")
+
+
+def model_folder(section: ModelSection) -> Path:
+    """The model's folder on this machine; downloads or makes it if need be. Call on rank 0 first.
+
+    Raises:
+        ValueError: naming what is missing and where to get it.
+    """
+    name = resolve_model(section.name_or_path)
+    if Path(name).is_dir():
+        if not (Path(name) / "config.json").is_file():
+            raise ValueError(f"model folder {name} has no config.json")
+        return Path(name)
+    if name.startswith((".", "/", "~")):
+        raise ValueError(f"model folder {name} does not exist")
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        return Path(snapshot_download(name, revision=section.revision, allow_patterns=patterns))
+    except Exception as error:  # gated, offline, misspelt: the library raises a type for each
+        raise ValueError(
+            f"model {name!r} is neither a folder nor to be had from the hub: {error}\nFor gated models accept the licence "
+            "on the model's page and log in with `hf auth login`; to try everything without a hub: --recipe quickstart"
+        ) from error
+
+
+def model_hash(folder: Path) -> str:
+    """Content hash of weights and configuration."""
+    files = [path for pattern in _WEIGHTS for path in folder.glob(pattern)]
+    return hash_files(files)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer."""
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def pad_token_id(tokenizer: Any) -> int:
+    """A valid id to fill padding with; what it is does not matter, since padding is masked by position."""
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, 0)
+    return next(i for i in candidates if i is not None)
+
+
+def load_model(folder: Path, section: ModelSection, dtype: torch.dtype, device: torch.device | None) -> PreTrainedModel:
+    """The causal language model in `dtype`, straight onto `device` (None leaves placement to DeepSpeed)."""
+    placement = {} if device is None else {"device_map": {"": device}}
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation=section.attn_implementation, **placement
+    )

@@ -1,0 +1,163 @@
+"""Stages 1 to 6 in order for a recipe: rows -> tokens -> proxies -> clusters -> selection -> plan.
+
+Every stage is kept on disk under a hash of what it depends on, so a second run reuses what is finished and says so.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .distributed import Ranks
+from .embedded import resolve_data
+from .files import is_committed
+from .models import load_model, load_tokenizer, model_folder, model_hash, pad_token_id
+from .plan import Plan, make_plan
+from .proxy import extract, proxy_key, read_proxies
+from .recipe import Recipe
+from .records import read_records
+from .templates import get_template
+from .tokens import TokenTable, build_tokens
+
+
+@dataclass
+class Prepared:
+    """What training needs.
+
+    Attributes:
+        model_folder: the base model on this machine.
+        tokenizer: of the base model.
+        tokens: the samples.
+        plan: what is kept.
+        seconds: wall time of each stage, by its name; 0 where it was reused.
+    """
+
+    model_folder: Path
+    tokenizer: Any
+    tokens: TokenTable
+    plan: Plan
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def cache_dir(recipe: Recipe, output_dir: Path) -> Path:
+    """Tokens and proxies live beside the runs that share them."""
+    return Path(recipe.data.cache_dir) if recipe.data.cache_dir else output_dir.parent / "cache"
+
+
+def extraction_dtype(recipe: Recipe) -> torch.dtype:
+    """The model scores samples in the dtype that its forward pass has in training."""
+    return torch.float32 if recipe.train.precision == "fp32" else torch.bfloat16
+
+
+def prepare_tokens(
+    recipe: Recipe, output_dir: Path, ranks: Ranks, *, source: str, split: str, label: str, limit: int | None = None
+) -> TokenTable:  # collective
+    """Read and tokenise one source on rank 0; all ranks open the result."""
+
+    def work() -> Path:
+        data = recipe.data
+        records, report = read_records(
+            resolve_data(source), revision=data.revision, split=split, format=data.format, columns=data.columns,
+            max_bad_fraction=data.max_bad_fraction,
+        )
+        if limit is not None:  # evenly spread: files are often sorted by source
+            records = records[:: -(-len(records) // limit)]
+        tokenizer = load_tokenizer(model_folder(recipe.model))
+        template = get_template(data.template, tokenizer)
+        table, cached = build_tokens(records, template, tokenizer, data.max_length, cache_dir(recipe, output_dir))
+        ranks.print(*(f"[{label}] {line}" for line in [*report.lines(), *table.report.lines()]))
+        ranks.print(
+            f"[{label}] {len(table)} samples, {table.num_tokens.sum()} tokens, {table.num_supervised.sum()} supervised"
+            + (" (cached)" if cached else "")
+        )
+        return table.folder
+
+    return TokenTable(ranks.on_main(work))
+
+
+def prepare(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Prepared:  # collective
+    """Make the plan of a recipe, or reuse the one in `output_dir/plan`.
+
+    Raises:
+        ValueError: if a plan is there that was made from something else, naming what differs.
+    """
+    base = ranks.on_main(lambda: model_folder(recipe.model))
+    tokenizer = load_tokenizer(base)
+    seconds = {}
+
+    started = time.perf_counter()
+    tokens = prepare_tokens(
+        recipe, output_dir, ranks, source=recipe.data.path, split=recipe.data.split, label="tokens"
+    )
+    seconds["tokens"] = time.perf_counter() - started
+
+    dtype, selection = extraction_dtype(recipe), recipe.selection
+    weights_hash = ranks.on_main(lambda: model_hash(base))
+    key = proxy_key(
+        tokens.key, weights_hash, dtype, ranks.device, selection.tokens_per_batch, selection.cpu_threads
+    )
+    provenance = {
+        "data": tokens.data_hash, "tokens": tokens.key, "template": recipe.data.template,
+        "max_length": recipe.data.max_length, "model": weights_hash, "model_name": recipe.model.name_or_path,
+        "proxies": key,
+    }
+    settings = plan_settings(recipe, ranks.world_size)
+    plan_folder = output_dir / "plan"
+    if ranks.on_main(lambda: is_committed(plan_folder)):
+        plan = ranks.on_main(lambda: _matching_plan(plan_folder, provenance, settings))
+        ranks.print(f"[plan] reused {plan_folder}", *(f"[plan] {line}" for line in plan.lines()))
+        return Prepared(base, tokenizer, tokens, plan, {**seconds, "proxies": 0.0, "plan": 0.0})
+
+    started = time.perf_counter()
+    proxies_folder = cache_dir(recipe, output_dir) / "proxies" / key
+    num_reused = extract(
+        tokens, proxies_folder, lambda: load_model(base, recipe.model, dtype, ranks.device), ranks,
+        pad_id=pad_token_id(tokenizer), tokens_per_batch=selection.tokens_per_batch, cpu_threads=selection.cpu_threads,
+    )
+    seconds["proxies"] = time.perf_counter() - started
+    ranks.print(f"[proxies] {proxies_folder} ({num_reused} finished shards reused, {seconds['proxies']:.1f} s)")
+
+    def select_and_write() -> None:
+        proxies = read_proxies(proxies_folder, tokens, selection.tokens_per_batch)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            plan = make_plan(
+                proxies.features, tokens.ids, tokens.num_tokens, num_supervised_tokens=tokens.num_supervised,
+                losses=proxies.losses, provenance=provenance, **settings,
+            )
+        ranks.print(*(f"[plan] warning: {w.message}" for w in caught if issubclass(w.category, UserWarning)))
+        plan.write(plan_folder)
+
+    started = time.perf_counter()
+    ranks.on_main(select_and_write)
+    plan = Plan.read(plan_folder)
+    seconds["plan"] = time.perf_counter() - started
+    ranks.print(*(f"[plan] {line}" for line in plan.lines()), f"[plan] written to {plan_folder}")
+    return Prepared(base, tokenizer, tokens, plan, seconds)
+
+
+def plan_settings(recipe: Recipe, world_size: int) -> dict[str, Any]:
+    """The arguments of `make_plan` that the recipe's selection section stands for."""
+    s = recipe.selection
+    return {
+        "num_clusters": world_size if s.num_clusters == "world" else s.num_clusters, "alpha": s.alpha,
+        "min_fraction": s.min_fraction, "choice": s.choice, "balance": s.balance, "ratio": s.ratio, "keep": s.keep,
+        "weighting": s.weighting, "seed": s.seed, "num_restarts": s.num_restarts, "normalize": True,
+    }
+
+
+def _matching_plan(folder: Path, provenance: dict[str, Any], settings: dict[str, Any]) -> Plan:
+    plan = Plan.read(folder)
+    different = plan.differences(provenance, settings)
+    if different:
+        raise ValueError(
+            f"plan {folder} was made from something else:\n  "
+            + "\n  ".join(different)
+            + f"\ndelete {folder} to make it again, or choose another --output_dir"
+        )
+    return plan

@@ -1,0 +1,289 @@
+"""Stage 0: YAML + dotted overrides -> a typed, checked Recipe.
+
+A recipe holds what differs from the defaults below. Unknown or mistyped keys are refused with the nearest valid name,
+the file and the line, before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+RECIPES_DIR = Path(__file__).resolve().parent.parent / "recipes"
+
+
+class Section(BaseModel):
+    """A strict section: no unknown keys, no silent conversion of types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ModelSection(Section):
+    """The model that is both scored and trained."""
+
+    name_or_path: str  # hub id, local folder, or embedded:NAME
+    revision: str | None = None
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+
+
+class DataSection(Section):
+    """Where the rows come from and how they become tokens."""
+
+    path: str  # hub id, local .json or .jsonl file, or embedded:NAME
+    revision: str | None = None
+    split: str = "train"
+    format: Literal["auto", "alpaca", "oss_instruct", "instruction_response", "messages"] = "auto"
+    columns: dict[str, str] = {}  # our field name -> the file's column name
+    template: Literal["magicoder", "alpaca", "chat", "plain"]
+    max_length: int = Field(ge=2)  # tokens
+    max_bad_fraction: float = Field(0.01, ge=0, le=1)  # unreadable rows that are still tolerated
+    cache_dir: str | None = None  # default: the folder "cache" beside the run's folder
+
+
+class SelectionSection(Section):
+    """CluSTER's knobs (arXiv 2609.12584, sections 4.1-4.3)."""
+
+    num_clusters: int | Literal["world"] = 4  # "world" is the paper's K = number of GPUs
+    alpha: float = Field(1.5, ge=1)  # |C_c| <= alpha N / K
+    min_fraction: float = Field(0.0, ge=0, le=1)  # |C_c| >= min_fraction N / K
+    choice: Literal["peripheral", "random", "core"] = "peripheral"
+    balance: Literal["whole", "random_first"] = "whole"
+    ratio: float | None = Field(None, gt=0, le=1)  # r: kept per cluster = r n_min
+    keep: float | None = Field(None, gt=0, le=1)  # or a budget as a share of all samples
+    weighting: Literal["cluster", "none"] = "cluster"
+    seed: int = Field(0, ge=0)
+    num_restarts: int = Field(20, ge=1)
+    tokens_per_batch: int = Field(16384, ge=1)  # padded tokens of one forward pass
+    cpu_threads: int = Field(1, ge=1)  # per rank on CPU; one number for any W keeps proxies bit-equal
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> SelectionSection:
+        if self.ratio is not None and self.keep is not None:
+            raise ValueError(f"ratio ({self.ratio}) and keep ({self.keep}) both set the budget: give one of them")
+        if self.num_clusters != "world" and self.num_clusters < 1:
+            raise ValueError(f"num_clusters is {self.num_clusters}: at least 1, or 'world'")
+        return self
+
+
+class TrainSection(Section):
+    """Optimization; gradient_accumulation_steps is always derived."""
+
+    epochs: int = Field(ge=1)
+    global_batch_size: int = Field(ge=1)
+    micro_batch_size: int = Field(ge=1)
+    optimizer: Literal["adamw", "adafactor"] = "adamw"
+    lr: float = Field(gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    betas: list[float] = Field([0.9, 0.999], min_length=2, max_length=2)
+    eps: float = Field(1e-8, gt=0)
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    warmup_steps: int | None = Field(None, ge=0)
+    warmup_ratio: float | None = Field(None, ge=0, lt=1)
+    max_grad_norm: float = Field(1.0, ge=0)  # 0 switches clipping off
+    precision: Literal["fp32", "bf16", "bf16_autocast", "pure_bf16"] = "bf16"
+    gradient_checkpointing: bool = True
+    normalization: Literal["sample_mean", "token_mean"] = "sample_mean"
+    allocation: Literal["cluster", "tokens"] = "cluster"
+    seed: int = Field(0, ge=0)
+    checkpoint_every: int = Field(100, ge=1)  # steps
+    keep_checkpoints: int = Field(2, ge=1)
+    num_workers: int = Field(2, ge=0)  # data loader processes per rank
+    export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> TrainSection:
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise ValueError(
+                f"warmup_steps ({self.warmup_steps}) and warmup_ratio ({self.warmup_ratio}): give one of them"
+            )
+        return self
+
+
+class DeepSpeedSection(Section):
+    """The ZeRO config that the recipe is paired with."""
+
+    config: str = "zero2"  # a name from ds_configs/ or the path of a JSON file
+
+
+class EvaluateSection(Section):
+    """What is measured before and after training; benchmarks are run by eval/, never by training."""
+
+    held_out: str | None = None  # same kinds of source as data.path
+    held_out_split: str = "train"
+    max_samples: int = Field(256, ge=1)
+
+
+class Recipe(Section):
+    """Everything that defines a run."""
+
+    name: str
+    description: str = ""
+    model: ModelSection
+    data: DataSection
+    selection: SelectionSection = SelectionSection()
+    train: TrainSection
+    deepspeed: DeepSpeedSection = DeepSpeedSection()
+    evaluate: EvaluateSection = EvaluateSection()
+
+    def to_yaml(self) -> str:
+        """The resolved recipe, defaults included, as it is saved with the run."""
+        return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose 5e-5 is a number (YAML 1.2), as every training recipe expects."""
+
+
+_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+)
+
+
+def available_recipes() -> list[str]:
+    """Names of the shipped recipes."""
+    return sorted(p.stem for p in RECIPES_DIR.glob("*.yaml"))
+
+
+def find_recipe(name_or_path: str) -> Path:
+    """The YAML file of a recipe name or path.
+
+    Raises:
+        ValueError: naming the nearest recipes when there is none of that name.
+    """
+    path = Path(name_or_path)
+    if path.suffix in (".yaml", ".yml") or path.parent != Path("."):
+        if not path.is_file():
+            raise ValueError(f"recipe file {path} does not exist")
+        return path
+    shipped = RECIPES_DIR / f"{name_or_path}.yaml"
+    if shipped.is_file():
+        return shipped
+    names = available_recipes()
+    near = difflib.get_close_matches(name_or_path, names, n=3, cutoff=0.5)
+    hint = f"did you mean {', '.join(near)}? " if near else ""
+    raise ValueError(f"no recipe named {name_or_path!r}: {hint}Recipes: {', '.join(names)}; or give a path to a .yaml")
+
+
+def load_recipe(name_or_path: str, overrides: list[str] | None = None) -> Recipe:
+    """Read a recipe and apply `section.key=value` overrides.
+
+    Args:
+        name_or_path: a shipped recipe's name, or the path of a YAML file.
+        overrides: values are YAML, e.g. "selection.ratio=0.5".
+
+    Raises:
+        ValueError: all problems at once, each with its file and line and, for unknown keys, the nearest valid name.
+    """
+    path = find_recipe(name_or_path)
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(root, yaml.MappingNode):
+        raise ValueError(f"{path} holds no sections: a recipe begins with 'model:', 'data:', 'train:'")
+    origin: dict[tuple[str, ...], str] = {}
+    values = _construct(root, path, (), origin)
+    for override in overrides or []:
+        _apply_override(values, override, origin)
+    if not isinstance(values.setdefault("name", path.stem), str):
+        raise ValueError(f"{origin.get(('name',), path)}: name must be text")
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        problems = [_explain(dict(e), origin, str(path)) for e in error.errors()]
+        raise ValueError("\n".join(dict.fromkeys(problems))) from None
+
+
+def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that every launcher shares."""
+    parser.add_argument("--recipe", required=True, metavar="NAME|PATH", help=f"one of {', '.join(available_recipes())}")
+    parser.add_argument(
+        "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="e.g. selection.ratio=0.5"
+    )
+    parser.add_argument("--deepspeed_config", metavar="FILE", help="replaces deepspeed.config of the recipe")
+    parser.add_argument("--output_dir", type=Path, help="default: runs/<recipe name>")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # passed by the deepspeed launcher
+
+
+def recipe_from_args(args: argparse.Namespace) -> tuple[Recipe, Path]:
+    """The recipe and the run's folder that the arguments of `add_recipe_arguments` ask for."""
+    overrides = list(args.overrides)
+    if args.deepspeed_config:
+        overrides.append(f"deepspeed.config={args.deepspeed_config}")
+    recipe = load_recipe(args.recipe, overrides)
+    return recipe, (args.output_dir or Path("runs") / recipe.name).resolve()
+
+
+def _construct(node: yaml.MappingNode, path: Path, prefix: tuple[str, ...], origin: dict) -> dict[str, Any]:
+    """Mapping node -> dict, remembering where each key stands; a key given twice is refused."""
+    values: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        key, where = str(key_node.value), f"{path}:{key_node.start_mark.line + 1}"
+        if key in values:
+            raise ValueError(f"{where}: {'.'.join((*prefix, key))} is given twice")
+        origin[(*prefix, key)] = where
+        if isinstance(value_node, yaml.MappingNode):
+            values[key] = _construct(value_node, path, (*prefix, key), origin)
+        else:
+            loader = _Loader("")
+            try:
+                values[key] = loader.construct_object(value_node, deep=True)
+            finally:
+                loader.dispose()
+    return values
+
+
+def _apply_override(values: dict[str, Any], override: str, origin: dict) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ValueError(f"--set {override}: expected section.key=value, e.g. selection.ratio=0.5")
+    parts = tuple(key.strip().split("."))
+    section = values
+    for part in parts[:-1]:
+        section = section.setdefault(part, {})
+        if not isinstance(section, dict):
+            raise ValueError(f"--set {override}: {part} is a value, not a section")
+    try:
+        section[parts[-1]] = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"--set {override}: the value is not valid YAML: {error}") from None
+    if parts == ("selection", "ratio"):  # the two spellings of the budget replace each other
+        section.pop("keep", None)
+    elif parts == ("selection", "keep"):
+        section.pop("ratio", None)
+    for i in range(1, len(parts) + 1):
+        origin[parts[:i]] = f"--set {override}" if i == len(parts) else origin.get(parts[:i], f"--set {override}")
+
+
+def _explain(error: dict, origin: dict, path: str) -> str:
+    """One pydantic error in the user's terms."""
+    loc = tuple(str(part) for part in error["loc"])
+    known = [loc[:n] for n in range(len(loc), 0, -1) if loc[:n] in origin]
+    where = origin[known[0]] if known else path
+    if error["type"] == "extra_forbidden":
+        valid = _field_names(loc[:-1])
+        near = difflib.get_close_matches(loc[-1], valid, n=1, cutoff=0.0) if valid else []
+        hint = f"; did you mean {'.'.join((*loc[:-1], near[0]))}?" if near else ""
+        return f"{where}: unknown key {'.'.join(loc)}{hint} (valid here: {', '.join(valid)})"
+    if error["type"] == "missing":
+        return f"{where}: {'.'.join(loc)} is missing"
+    name = ".".join(part for part in (known[0] if known else loc))
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{where}: {name}: {message} (got {error['input']!r})" if error["type"] != "value_error" else (
+        f"{where}: {name}: {message}"
+    )
+
+
+def _field_names(loc: tuple[str, ...]) -> list[str]:
+    model: Any = Recipe
+    for part in loc:
+        field = getattr(model, "model_fields", {}).get(part)
+        model = field.annotation if field else None
+    return list(getattr(model, "model_fields", {}))

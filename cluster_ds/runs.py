@@ -1,0 +1,117 @@
+"""What surrounds the stages of a run: its folder, the held-out loss, the closing table, errors as messages."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from transformers.utils.logging import disable_progress_bar
+
+from .distributed import MainRankError, Ranks
+from .files import read_json, write_json
+from .models import load_model, load_tokenizer, model_hash, pad_token_id
+from .prepare import Prepared, cache_dir, extraction_dtype, prepare_tokens
+from .proxy import held_out_loss
+from .recipe import Recipe
+from .training import TrainResult
+
+
+@contextmanager
+def exit_with_message() -> Iterator[None]:
+    """Turn what a user can mend into one message on rank 0 and exit code 2; Ctrl-C into exit code 130."""
+    disable_progress_bar()  # transformers' own: two lines of every rank for every load
+    try:
+        yield
+    except (ValueError, FileNotFoundError, PermissionError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except MainRankError:
+        sys.exit(2)
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print("interrupted: the same command continues from what is finished", file=sys.stderr, flush=True)
+        sys.exit(130)
+
+
+def open_run(recipe: Recipe, output_dir: Path, ranks: Ranks) -> None:  # collective
+    """Make the run's folder and save the resolved recipe in it."""
+
+    def work() -> None:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        (output_dir / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+        ranks.print(f"[run] recipe {recipe.name}, {ranks.world_size} ranks on {ranks.device.type}, folder {output_dir}")
+
+    ranks.on_main(work)
+
+
+def evaluate_held_out(
+    recipe: Recipe, model: Path, output_dir: Path, ranks: Ranks, *, label: str
+) -> dict[str, float] | None:  # collective
+    """Held-out loss of a model folder; kept on disk by the hashes of model and tokens. None without held-out data."""
+    if recipe.evaluate.held_out is None:
+        return None
+    tokens = prepare_tokens(
+        recipe, output_dir, ranks, source=recipe.evaluate.held_out, split=recipe.evaluate.held_out_split,
+        label="held-out", limit=recipe.evaluate.max_samples,
+    )
+    key = ranks.on_main(lambda: f"{model_hash(model)}-{tokens.key}")
+    path = cache_dir(recipe, output_dir) / "held_out" / f"{key}.json"
+    result = ranks.on_main(lambda: read_json(path) if path.is_file() else None)
+    cached = result is not None
+    if result is None:
+        result = held_out_loss(
+            tokens, lambda: load_model(model, recipe.model, extraction_dtype(recipe), ranks.device), ranks,
+            pad_id=pad_token_id(load_tokenizer(model)), tokens_per_batch=recipe.selection.tokens_per_batch,
+            cpu_threads=recipe.selection.cpu_threads,
+        )
+
+        def keep() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, result)
+
+        ranks.on_main(keep)
+    ranks.print(
+        f"[held-out] {label} training: loss {result['sample_mean']:.4f} (mean over {result['num_samples']:.0f} samples), "
+        f"{result['token_mean']:.4f} (mean over tokens)" + (" (cached)" if cached else "")
+    )
+    return result
+
+
+def print_summary(
+    recipe: Recipe, prepared: Prepared, result: TrainResult, before: dict[str, float] | None,
+    after: dict[str, float] | None, output_dir: Path, ranks: Ranks, seconds: float,
+) -> None:
+    """The closing table, and the same as summary.json."""
+    if not ranks.is_main:
+        return
+    m = prepared.plan.manifest
+    stages = {**prepared.seconds, "training": result.seconds}
+    summary: dict[str, Any] = {
+        "samples": m["num_samples"], "kept": m["num_kept"], "kept_fraction": m["num_kept"] / m["num_samples"],
+        "sizes": m["sizes"], "weights": m["weights"], "steps": result.num_steps, "seconds": stages,
+        "total_seconds": seconds, "held_out_before": before, "held_out_after": after, "model": str(result.model),
+        "plan_hash": prepared.plan.hash,
+    }
+    if not result.reused or not (output_dir / "summary.json").is_file():
+        write_json(output_dir / "summary.json", summary)
+    table = Table(title=f"{recipe.name}: summary", show_header=False)
+    table.add_row("samples", str(m["num_samples"]))
+    table.add_row("kept", f"{m['num_kept']} ({summary['kept_fraction']:.1%}), {m['quota']} of each cluster")
+    table.add_row("cluster sizes", ", ".join(map(str, m["sizes"])))
+    table.add_row("weights", ", ".join(f"{w:.3f}" for w in m["weights"]))
+    table.add_row("seconds", ", ".join(f"{k} {v:.0f}" if v else f"{k} reused" for k, v in stages.items()))
+    table.add_row("seconds in all", f"{seconds:.0f}")
+    if before and after:
+        first, last = before["sample_mean"], after["sample_mean"]
+        table.add_row("held-out loss", f"{first:.4f} before, {last:.4f} after ({last - first:+.4f})")
+    table.add_row("model", str(result.model))
+    table.add_row("plan, log", f"{output_dir / 'plan'}, {output_dir / 'log.jsonl'}")
+    table.add_row("try next", f"--set selection.ratio=0.5 --output_dir {output_dir}_half")
+    Console(width=None if sys.stdout.isatty() else 120).print(table)

@@ -1,0 +1,183 @@
+"""Stage 7: plan -> the sequence of global batches -> rank slices -> micro-batches. Pure numpy.
+
+The sequence is a pure function of (plan, seed, epoch, step); the number of ranks W only decides how a global batch is
+cut. Shapes: M kept samples, B global batch, S = ceil(M / B) steps an epoch, W ranks, G micro-batches a step of
+micro_batch_size samples each.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+from .plan import Plan
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """The samples of one optimizer step.
+
+    Attributes:
+        rows: int64 [B_s], rows of the plan.
+        weights: float64 [B_s], plan weights corrected for the strata's counts in this batch.
+        denominator: D of this step under the schedule's normalization.
+    """
+
+    rows: np.ndarray
+    weights: np.ndarray
+    denominator: float
+
+
+def epoch_order(strata: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+    """One epoch's order of M samples, every stratum spread evenly.
+
+    The j-th sample of a stratum of n_c, shuffled by (seed, epoch, stratum), gets the key (j + .5) / n_c; one sort by
+    (key, stratum). One stratum gives a plain shuffle, equal ones round robin, unequal ones proportional shares.
+
+    Args:
+        strata: int [M].
+
+    Returns:
+        int64 [M], a permutation.
+    """
+    keys = np.empty(len(strata))
+    for stratum in np.unique(strata):
+        members = np.flatnonzero(strata == stratum)
+        shuffled = members[np.random.default_rng((seed, epoch, int(stratum))).permutation(len(members))]
+        keys[shuffled] = (np.arange(len(members)) + 0.5) / len(members)
+    return np.lexsort((strata, keys))
+
+
+class Schedule:
+    """All global batches of a run.
+
+    Args:
+        plan: the kept samples, their strata, weights and lengths.
+        global_batch_size: B.
+        epochs: passes over the kept samples.
+        seed: of the orders.
+        normalization: "sample_mean" (D = B_s) or "token_mean" (D = sum of w_i T_i over the global batch).
+
+    Raises:
+        ValueError: if B is smaller than the number of strata, or than the kept samples allow.
+    """
+
+    def __init__(
+        self, plan: Plan, *, global_batch_size: int, epochs: int = 1, seed: int = 0, normalization: str = "sample_mean"
+    ):
+        self.plan = plan
+        self.rows = np.flatnonzero(plan.kept)  # [M]
+        self.global_batch_size, self.epochs, self.seed, self.normalization = global_batch_size, epochs, seed, normalization
+        self._strata, self._counts = np.unique(plan.stratum[self.rows], return_inverse=True, return_counts=True)[1:]
+        num_strata = len(self._counts)
+        if global_batch_size < num_strata:
+            raise ValueError(
+                f"global_batch_size {global_batch_size} is smaller than the {num_strata} clusters, so a batch cannot hold "
+                "one sample of each: raise train.global_batch_size or lower selection.num_clusters"
+            )
+        if len(self.rows) < global_batch_size:
+            raise ValueError(
+                f"kept {len(self.rows)} samples, fewer than global_batch_size {global_batch_size}: lower "
+                "train.global_batch_size or raise selection.ratio"
+            )
+        self.steps_per_epoch = -(-len(self.rows) // global_batch_size)
+        self.filler = int(self.rows[plan.num_tokens[self.rows].argmin()])
+        self._order: tuple[int, np.ndarray] = (-1, self.rows)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.steps_per_epoch * self.epochs
+
+    def batch(self, step: int) -> GlobalBatch:
+        """The global batch of a step, counted from 0 over all epochs."""
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        if self._order[0] != epoch:
+            self._order = (epoch, epoch_order(self._strata, self.seed, epoch))
+        size = self.global_batch_size
+        chosen = self._order[1][step_in_epoch * size : (step_in_epoch + 1) * size]
+        rows, strata = self.rows[chosen], self._strata[chosen]
+        in_batch = np.bincount(strata, minlength=len(self._counts))
+        weights = self.plan.weight[rows].copy()
+        if in_batch.all():  # else the plan weights alone, right on average over the epoch
+            weights *= len(rows) * self._counts[strata] / (len(self.rows) * in_batch[strata])
+        tokens = self.plan.num_supervised_tokens[rows]
+        denominator = float(len(rows)) if self.normalization == "sample_mean" else float(weights @ tokens)
+        return GlobalBatch(rows, weights, denominator)
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """One rank's share of a global batch: int64 and float64 [G, micro_batch_size]; fillers have weight 0."""
+
+    rows: np.ndarray
+    weights: np.ndarray
+    is_filler: np.ndarray
+
+
+def accumulation_steps(global_batch_size: int, micro_batch_size: int, dp_world_size: int) -> int:
+    """G, the micro-batches a rank runs in one step.
+
+    Raises:
+        ValueError: naming the sizes that would fit, if W x micro_batch_size does not divide B.
+    """
+    per_pass = micro_batch_size * dp_world_size
+    if global_batch_size % per_pass == 0:
+        return global_batch_size // per_pass
+    micro = [m for m in range(1, global_batch_size // dp_world_size + 1) if global_batch_size % (m * dp_world_size) == 0]
+    world = [w for w in range(1, global_batch_size + 1) if global_batch_size % (micro_batch_size * w) == 0]
+    lower = global_batch_size // per_pass * per_pass
+    near = [str(b) for b in (lower, lower + per_pass) if b]
+    options = [f"global_batch_size {' or '.join(near)}"]
+    if micro:
+        options.append(f"micro_batch_size {', '.join(map(str, micro))}")
+    if world:
+        options.append(f"{', '.join(map(str, world))} ranks")
+    raise ValueError(
+        f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size {micro_batch_size} x "
+        f"{dp_world_size} ranks = {per_pass}; these would fit: {'; or '.join(options)}"
+    )
+
+
+def rank_batch(
+    schedule: Schedule, batch: GlobalBatch, *, dp_rank: int, dp_world_size: int, micro_batch_size: int, allocation: str
+) -> RankBatch:
+    """Cut one rank's share out of a global batch.
+
+    `cluster`: slots sorted by cluster, cut into W contiguous pieces, so that each rank has its own clusters, and
+    interleaved over the rank's micro-batches. `tokens`: dealt by length so that ranks finish together, micro-batches of
+    like lengths. The free slots of a short last batch are copies of the shortest row with weight 0.
+    """
+    accumulation = accumulation_steps(schedule.global_batch_size, micro_batch_size, dp_world_size)
+    share = schedule.global_batch_size // dp_world_size
+    plan = schedule.plan
+    if allocation == "cluster":
+        order = np.lexsort((np.arange(len(batch.rows)), plan.cluster[batch.rows]))
+        piece = np.array_split(order, dp_world_size)[dp_rank]
+    elif allocation == "tokens":
+        piece = _deal(plan.num_tokens[batch.rows], dp_world_size, share)[dp_rank]
+    else:
+        raise ValueError(f"allocation {allocation!r}: cluster or tokens")
+    fill = share - len(piece)
+    rows = np.concatenate([batch.rows[piece], np.full(fill, schedule.filler)])
+    weights = np.concatenate([batch.weights[piece], np.zeros(fill)])
+    is_filler = np.arange(share) >= len(piece)
+    if allocation == "cluster":
+        grid = np.arange(share).reshape(micro_batch_size, accumulation).T
+    else:
+        grid = np.argsort(-plan.num_tokens[rows], kind="stable").reshape(accumulation, micro_batch_size)
+    return RankBatch(rows[grid], weights[grid], is_filler[grid])
+
+
+def _deal(lengths: np.ndarray, world: int, share: int) -> list[np.ndarray]:
+    """Longest first, each to the least loaded rank that has a free slot; ties to the lower rank."""
+    hands: list[list[int]] = [[] for _ in range(world)]
+    loads = [(0, rank) for rank in range(world)]
+    for i in np.argsort(-lengths, kind="stable"):
+        load, rank = heapq.heappop(loads)
+        hands[rank].append(int(i))
+        if len(hands[rank]) < share:
+            heapq.heappush(loads, (load + int(lengths[i]), rank))
+    return [np.array(sorted(hand), dtype=np.int64) for hand in hands]

@@ -1,0 +1,141 @@
+"""Stage 1b: turns of a conversation -> segments of text, each inside or outside the loss.
+
+Sources (byte-exact): `magicoder` is ise-uiuc/magicoder's training prompt, `alpaca` the pair of prompts of
+stanford_alpaca as AlpaCare and WizardCoder use it, `chat` the tokenizer's own chat template, `plain` is ours.
+How a template is tokenised belongs to it: Magicoder tokenises prompt and response apart, Alpaca their joint text.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+MAGICODER_PROMPT = (
+    "You are an exceptionally intelligent coding assistant that consistently delivers accurate and reliable "
+    "responses to user instructions.\n\n@@ Instruction\n{instruction}\n\n@@ Response\n"
+)
+ALPACA_PROMPT_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
+)
+ALPACA_PROMPT_NO_INPUT = (
+    "Below is an instruction that describes a task. "
+    "Write a response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Response:"
+)
+# Data sets write "no input" in these ways; AlpaCare's own script reads only the first as such.
+EMPTY_INPUTS = frozenset({"", "<noinput>", "NA"})
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of a sample's text; `supervised` pieces are in the loss."""
+
+    text: str
+    supervised: bool
+
+
+@dataclass(frozen=True)
+class Template:
+    """A named way to lay out a sample.
+
+    `joint`: the concatenated text is tokenised at once and the mask found by character offsets; otherwise each segment
+    is tokenised alone and the mask follows by construction. `fingerprint` is the text that decides the tokens.
+    """
+
+    name: str
+    joint: bool
+    fingerprint: str
+    multi_turn: bool = False
+
+
+def get_template(name: str, tokenizer: Any) -> Template:
+    """The template of that name; `chat` takes its text from the tokenizer.
+
+    Raises:
+        ValueError: if `chat` is asked for and the tokenizer brings no chat template.
+    """
+    if name == "magicoder":
+        return Template(name, joint=False, fingerprint=MAGICODER_PROMPT)
+    if name == "alpaca":
+        return Template(name, joint=True, fingerprint=ALPACA_PROMPT_INPUT + "\0" + ALPACA_PROMPT_NO_INPUT)
+    if name == "plain":
+        return Template(name, joint=False, fingerprint="{instruction}\n[{input}\n]{response}")
+    if not isinstance(tokenizer.chat_template, str):
+        raise ValueError(
+            f"template 'chat' needs a tokenizer with one chat template; {tokenizer.name_or_path} has "
+            f"{'several' if tokenizer.chat_template else 'none'}: use magicoder, alpaca or plain"
+        )
+    return Template("chat", joint=True, fingerprint=tokenizer.chat_template, multi_turn=True)
+
+
+def render(template: Template, turns: tuple[tuple[str, str], ...], context: str, tokenizer: Any) -> list[Segment]:
+    """Lay out one conversation.
+
+    Args:
+        template: from `get_template`.
+        turns: (role, text), roles system, user and assistant; every assistant turn is supervised.
+        context: Alpaca's `input` column, "" when there is none.
+        tokenizer: only `chat` uses it.
+
+    Returns:
+        segments whose concatenated text is the sample; BOS and EOS are the tokeniser stage's business.
+
+    Raises:
+        ValueError: for a conversation that the template cannot hold.
+    """
+    if template.name == "chat":
+        return _render_chat(turns, context, tokenizer)
+    if [role for role, _ in turns] != ["user", "assistant"]:
+        roles = ", ".join(role for role, _ in turns)
+        raise ValueError(f"template {template.name!r} holds one user and one assistant turn, not ({roles}): use chat")
+    instruction, response = turns[0][1], turns[1][1]
+    if template.name == "alpaca":
+        prompt = _fill(ALPACA_PROMPT_INPUT if context else ALPACA_PROMPT_NO_INPUT, instruction, context)
+    elif template.name == "magicoder":
+        prompt = _fill(MAGICODER_PROMPT, f"{instruction}\nInput: {context}" if context else instruction)
+    else:
+        prompt = f"{instruction}\n{context}\n" if context else f"{instruction}\n"
+    return [Segment(prompt, False), Segment(response, True)]
+
+
+def _fill(pattern: str, instruction: str, context: str = "") -> str:
+    """Fill the slots in one pass, so that braces or slot names inside the user's own text stay as they are."""
+    slots = {"{instruction}": instruction, "{input}": context}
+    return "".join(slots.get(piece, piece) for piece in re.split(r"(\{instruction\}|\{input\})", pattern))
+
+
+def user_text(instruction: str, context: str) -> str:
+    """An instruction and its input as one user turn, for formats that know no input column."""
+    return f"{instruction}\n\n{context}" if context else instruction
+
+
+def _render_chat(turns: tuple[tuple[str, str], ...], context: str, tokenizer: Any) -> list[Segment]:
+    """Find each assistant turn's span by rendering the conversation's prefixes."""
+    messages = [{"role": role, "content": text} for role, text in turns]
+    if context:
+        messages[0]["content"] = user_text(messages[0]["content"], context)
+    full = tokenizer.apply_chat_template(messages, tokenize=False)
+    segments: list[Segment] = []
+    done = 0
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        after = tokenizer.apply_chat_template(messages[: i + 1], tokenize=False)
+        if i:
+            before = tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
+        else:  # a conversation that the assistant opens: templates cannot prompt an empty list
+            before = after[: max(after.find(message["content"]), 0)]
+        if not (after.startswith(before) and full.startswith(after.rstrip()) and len(before) >= done):
+            raise ValueError(
+                "this tokenizer's chat template rewrites earlier turns, so the answers' places are not known: "
+                "use a template without such logic, or magicoder, alpaca or plain"
+            )
+        # The answer and its end marker are learnt; the white space behind the marker is never generated.
+        content_end = after.find(message["content"], len(before)) + len(message["content"])
+        end = max(content_end, len(after.rstrip()))
+        segments += [Segment(full[done : len(before)], False), Segment(full[len(before) : end], True)]
+        done = end
+    segments.append(Segment(full[done:], False))
+    return [s for s in segments if s.text]

@@ -1,0 +1,198 @@
+"""Stage 2: Record -> input ids and the mask of supervised tokens, in flat arrays on disk, cached by content.
+
+Shapes: N samples, L tokens of all samples together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from .files import commit_folder, is_committed, read_json
+from .records import Record, content_hash
+from .templates import Template, render
+
+IGNORE_INDEX = -100
+VERSION = 1  # part of the cache key: raise it when the tokens of an unchanged input would change
+
+
+@dataclass
+class TokenReport:
+    """What became of the records."""
+
+    num_records: int = 0
+    num_truncated: int = 0  # lost their end, EOS included
+    num_unsupervised: int = 0  # excluded: no supervised token left
+    num_straddling: int = 0  # a token covers the border of prompt and answer; it is supervised
+
+    def lines(self) -> list[str]:
+        """The report as text, one finding a line."""
+        out = []
+        if self.num_truncated:
+            out.append(f"{self.num_truncated} of {self.num_records} rows truncated: their end is not learnt")
+        if self.num_unsupervised:
+            out.append(f"{self.num_unsupervised} rows excluded: no supervised token left within data.max_length")
+        if self.num_straddling:
+            out.append(f"{self.num_straddling} rows have a token across the border of prompt and answer (supervised)")
+        return out
+
+
+class TokenTable:
+    """N tokenised samples; memory-mapped, so that every rank can hold the table for free.
+
+    Attributes:
+        ids: N sample ids.
+        num_tokens: int64 [N].
+        num_supervised: int64 [N], labels that the model is asked to predict (the first position has no predecessor).
+    """
+
+    def __init__(self, folder: Path):
+        """Open a finished folder."""
+        self.folder = folder
+        meta = read_json(folder / "manifest.json")
+        self.key: str = meta["key"]
+        self.data_hash: str = meta["data_hash"]
+        self.report = TokenReport(**meta["report"])
+        self.ids: list[str] = (folder / "ids.txt").read_text().split()
+        self.input_ids = np.load(folder / "input_ids.npy", mmap_mode="r")  # int32 [L]
+        self.supervised = np.load(folder / "supervised.npy", mmap_mode="r")  # bool [L]
+        self.offsets = np.load(folder / "offsets.npy")  # int64 [N + 1]
+        self.num_tokens = np.diff(self.offsets)
+        first = self.supervised[self.offsets[:-1]]
+        self.num_supervised = np.add.reduceat(self.supervised, self.offsets[:-1], dtype=np.int64) - first
+
+    def __len__(self) -> int:
+        """N."""
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """One sample: id, input_ids int64 [T] and labels int64 [T] with IGNORE_INDEX outside the loss."""
+        span = slice(self.offsets[index], self.offsets[index + 1])
+        input_ids = self.input_ids[span].astype(np.int64)
+        labels = np.where(self.supervised[span], input_ids, IGNORE_INDEX)
+        return {"id": self.ids[index], "input_ids": input_ids, "labels": labels}
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Content hash of a fast tokenizer: vocabulary, merges, normaliser and special tokens, not its class name."""
+    special = json.dumps({k: str(v) for k, v in sorted(tokenizer.special_tokens_map.items())})
+    return _hash(tokenizer.backend_tokenizer.to_str(), special)
+
+
+def token_key(records: list[Record], template: Template, tokenizer: Any, max_length: int) -> str:
+    """Hash of everything that decides the tokens."""
+    text = [content_hash(records), template.name, template.fingerprint, tokenizer_hash(tokenizer)]
+    return _hash(*text, str(max_length), str(VERSION))
+
+
+def tokenize_sample(
+    record: Record, template: Template, tokenizer: Any, max_length: int
+) -> tuple[list[int], list[bool], bool, bool]:
+    """Token ids and mask of one record.
+
+    BOS (where the tokenizer has one) stands first exactly once, EOS closes the last answer and is learnt; truncation is
+    on the right, as in the training code of Magicoder and AlpaCare, so a truncated row loses its EOS.
+
+    Returns:
+        ids, supervised, whether it was truncated, whether a token straddles a border.
+    """
+    segments = render(template, record.turns, record.context, tokenizer)
+    straddles = False
+    if template.joint:
+        text = "".join(s.text for s in segments)
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids = list(encoded["input_ids"])
+        in_loss = np.concatenate([np.full(len(s.text), s.supervised) for s in segments])
+        mask = []
+        for start, end in encoded["offset_mapping"]:
+            piece = in_loss[start:end]
+            mask.append(bool(piece.any()))
+            straddles |= bool(piece.any()) and not piece.all()
+    else:
+        ids, mask = [], []
+        for segment in segments:
+            piece_ids = tokenizer(segment.text, add_special_tokens=False)["input_ids"]
+            ids += piece_ids
+            mask += [segment.supervised] * len(piece_ids)
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if bos is not None and template.name != "chat" and ids[:1] != [bos]:
+        ids, mask = [bos, *ids], [False, *mask]
+    # Most chat templates close an answer with their own end marker; one that does not gets EOS like the others.
+    closed = template.name == "chat" and any(i == eos and m for i, m in zip(ids, mask, strict=True))
+    if eos is not None and not closed:
+        ids, mask = [*ids, eos], [*mask, True]
+    return ids[:max_length], mask[:max_length], len(ids) > max_length, straddles
+
+
+def build_tokens(
+    records: list[Record], template: Template, tokenizer: Any, max_length: int, cache_dir: Path
+) -> tuple[TokenTable, bool]:
+    """Tokenise all records, or open the cached result.
+
+    Returns:
+        the table and whether it came from the cache.
+
+    Raises:
+        ValueError: if no row has a supervised token.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(f"{tokenizer.name_or_path}: a fast tokenizer is needed for exact masks")
+    key = token_key(records, template, tokenizer, max_length)
+    folder = cache_dir / "tokens" / key
+    if is_committed(folder):
+        return TokenTable(folder), True
+    report = TokenReport(num_records=len(records))
+    ids: list[str] = []
+    chunks: list[np.ndarray] = []
+    masks: list[np.ndarray] = []
+    for record in tqdm(records, desc="tokenising", unit="row", disable=None):
+        try:
+            tokens, mask, truncated, straddles = tokenize_sample(record, template, tokenizer, max_length)
+        except ValueError as error:
+            raise ValueError(f"sample {record.id}: {error}") from None
+        report.num_truncated += truncated
+        report.num_straddling += straddles
+        if not any(mask[1:]):
+            report.num_unsupervised += 1
+            continue
+        ids.append(record.id)
+        chunks.append(np.asarray(tokens, dtype=np.int32))
+        masks.append(np.asarray(mask, dtype=bool))
+    if not ids:
+        raise ValueError(
+            f"no supervised token left in any of {len(records)} rows after truncation to data.max_length {max_length}: "
+            "the prompts alone fill the window; raise data.max_length"
+        )
+    meta = {"key": key, "data_hash": content_hash(records), "report": asdict(report), "version": VERSION}
+    with commit_folder(folder, meta) as part:
+        (part / "ids.txt").write_text("\n".join(ids))
+        np.save(part / "input_ids.npy", np.concatenate(chunks))
+        np.save(part / "supervised.npy", np.concatenate(masks))
+        np.save(part / "offsets.npy", np.concatenate([[0], np.cumsum([len(c) for c in chunks])]).astype(np.int64))
+    return TokenTable(folder), False
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def pad_batch(samples: Iterable[dict[str, Any]], pad_id: int) -> dict[str, np.ndarray]:
+    """Right-pad samples to a [B, T] batch; padding is told from data by position, never by token id."""
+    samples = list(samples)
+    shape = (len(samples), max(len(s["input_ids"]) for s in samples))
+    input_ids = np.full(shape, pad_id, dtype=np.int64)
+    labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+    attention_mask = np.zeros(shape, dtype=np.int64)
+    for row, sample in enumerate(samples):
+        length = len(sample["input_ids"])
+        input_ids[row, :length] = sample["input_ids"]
+        labels[row, :length] = sample["labels"]
+        attention_mask[row, :length] = 1
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}

@@ -1,0 +1,306 @@
+"""Stage 12: the loop: step, log, checkpoint, export; the same command continues where it was stopped."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel, get_scheduler
+from transformers.integrations import HfDeepSpeedConfig
+
+from .checkpoint import export_model, find_checkpoint, load_checkpoint, save_checkpoint
+from .distributed import Ranks, ensure_process_group
+from .ds_config import resolve_config, zero_stage
+from .engine import ClusterEngine, StepRecord, initialize
+from .files import is_committed, read_json
+from .loader import ClusterLoader
+from .models import load_model, pad_token_id
+from .plan import Plan
+from .prepare import Prepared
+from .recipe import Recipe, TrainSection
+from .schedule import Schedule
+
+# What may change between two starts of one run: none of it changes what is learnt.
+_FREE_TO_CHANGE = {"micro_batch_size", "num_workers", "checkpoint_every", "keep_checkpoints", "export_dtype"}
+_LOG_LINES = 20  # of a run whose output is not a terminal
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What `train` leaves.
+
+    Attributes:
+        model: folder of the exported model.
+        num_steps: optimizer steps of the whole run.
+        seconds: of this process's training, 0 when everything was there already.
+        reused: whether the model was there already.
+    """
+
+    model: Path
+    num_steps: int
+    seconds: float
+    reused: bool
+
+
+def train(recipe: Recipe, prepared: Prepared, output_dir: Path, ranks: Ranks) -> TrainResult:  # collective
+    """Train on the plan, from the newest whole checkpoint of `output_dir` if there is one.
+
+    Raises:
+        ValueError: if the folder holds a run of something else, naming what differs, or only damaged checkpoints.
+    """
+    config = resolve_config(recipe.deepspeed.config, recipe.train, ranks.world_size)
+    num_steps = _schedule(recipe, prepared.plan).num_steps
+    identity = {**_identity(recipe, prepared.plan, config), "num_steps": num_steps}
+    model_folder = output_dir / "model"
+    exported = {**identity, "export_dtype": recipe.train.export_dtype}
+    if ranks.on_main(lambda: is_committed(model_folder) and read_json(model_folder / "manifest.json") == exported):
+        ranks.print(f"[train] reused the finished model {model_folder}")
+        return TrainResult(model_folder, num_steps, 0.0, True)
+    step = ranks.on_main(lambda: _resume_step(output_dir, identity, recipe.train, ranks))
+
+    ensure_process_group(ranks)
+    started = time.perf_counter()
+    engine, loader = _build(recipe, prepared, config, ranks)
+    if step:
+        load_checkpoint(engine, output_dir / "checkpoints", step, ranks)
+        loader.load_state_dict({"step": step})
+    _loop(recipe.train, engine, loader, output_dir, identity, ranks)
+    dtype = getattr(torch, recipe.train.export_dtype)
+    export_model(engine, prepared.tokenizer, model_folder, dtype, exported, ranks)
+    engine.engine.destroy()
+    ranks.print(f"[train] exported and reloaded {model_folder}")
+    return TrainResult(model_folder, num_steps, time.perf_counter() - started, False)
+
+
+def census(output_dir: Path, plan: Plan) -> list[str]:
+    """Count, from what every step recorded, how often each kept sample was trained on.
+
+    Returns:
+        one line an epoch.
+    Raises:
+        ValueError: if a kept sample was not seen exactly once in a finished epoch.
+    """
+    steps = [json.loads(line) for line in (output_dir / "census.jsonl").read_text().splitlines()]
+    lines = []
+    for epoch in sorted({entry["epoch"] for entry in steps}):
+        rows = np.array([row for entry in steps if entry["epoch"] == epoch for row in entry["rows"]], dtype=np.int64)
+        seen = np.bincount(rows, minlength=len(plan))
+        wrong = np.flatnonzero(seen != plan.kept)
+        if len(wrong):
+            raise ValueError(
+                f"census of epoch {epoch + 1}: {len(wrong)} samples were not seen as planned, the first is "
+                f"{plan.ids[wrong[0]]} ({seen[wrong[0]]} times)"
+            )
+        weight = sum(entry["weight_sum"] for entry in steps if entry["epoch"] == epoch)
+        shares = np.bincount(plan.cluster[rows], minlength=plan.num_clusters)
+        lines.append(
+            f"epoch {epoch + 1}: each of {len(rows)} kept samples once; per cluster {shares.tolist()}; weights sum to "
+            f"{weight:.3f} (plan {plan.weight[plan.kept].sum():.3f})"
+        )
+    return lines
+
+
+def make_optimizer(model: torch.nn.Module, train: TrainSection, on_gpu: bool) -> torch.optim.Optimizer:
+    """AdamW, or Adafactor as Hugging Face's Trainer sets it; vectors (norms, biases) are not decayed."""
+    named = [(p, getattr(p, "ds_shape", p.shape)) for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p, shape in named if len(shape) >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p, shape in named if len(shape) < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if train.optimizer == "adafactor":
+        from transformers.optimization import Adafactor
+
+        return Adafactor(groups, lr=train.lr, scale_parameter=False, relative_step=False)
+    return torch.optim.AdamW(groups, lr=train.lr, betas=(train.betas[0], train.betas[1]), eps=train.eps, fused=on_gpu)
+
+
+def warmup_steps(train: TrainSection, num_steps: int) -> int:
+    """Warm-up in optimizer steps."""
+    if train.warmup_ratio is not None:
+        return math.ceil(train.warmup_ratio * num_steps)
+    return train.warmup_steps or 0
+
+
+def _schedule(recipe: Recipe, plan: Plan) -> Schedule:
+    t = recipe.train
+    return Schedule(
+        plan, global_batch_size=t.global_batch_size, epochs=t.epochs, seed=t.seed, normalization=t.normalization
+    )
+
+
+def _identity(recipe: Recipe, plan: Plan, config: dict[str, Any]) -> dict[str, Any]:
+    """What makes two runs the same run; compared on resume."""
+    train = {k: v for k, v in recipe.train.model_dump().items() if k not in _FREE_TO_CHANGE}
+    return {**train, "plan": plan.hash, "model": plan.manifest["provenance"].get("model"), "zero_stage": zero_stage(config)}
+
+
+def _resume_step(output_dir: Path, identity: dict[str, Any], train: TrainSection, ranks: Ranks) -> int:
+    """Steps that a whole checkpoint of this very run has done; 0 to begin."""
+    folder = output_dir / "checkpoints"
+    found = find_checkpoint(folder)
+    ranks.print(*(f"[train] {note}" for note in found.notes))
+    if found.step is None:
+        if is_committed(output_dir / "model"):
+            raise ValueError(
+                f"{output_dir / 'model'} was made by another run and there is no checkpoint to continue: choose another "
+                "--output_dir, or delete it"
+            )
+        ranks.print("[train] no checkpoint, starting at step 0")
+        return 0
+    manifest = read_json(folder / f"step-{found.step:08d}" / "manifest.json")
+    then = manifest["identity"]
+    different = [f"{k}: then {then.get(k)!r}, now {v!r}" for k, v in identity.items() if then.get(k) != v]
+    if different:
+        raise ValueError(
+            f"{folder} belongs to another run:\n  "
+            + "\n  ".join(different)
+            + "\nset these back, or choose another --output_dir"
+        )
+    if manifest["micro_batch_size"] != train.micro_batch_size:
+        ranks.print(
+            f"[train] micro_batch_size changed from {manifest['micro_batch_size']} to {train.micro_batch_size}; the global "
+            "batches stay the same"
+        )
+    ranks.print(f"[train] resuming behind step {found.step}")
+    return found.step
+
+
+def _build(
+    recipe: Recipe, prepared: Prepared, config: dict[str, Any], ranks: Ranks
+) -> tuple[ClusterEngine, ClusterLoader]:  # collective
+    t = recipe.train
+    torch.manual_seed(t.seed)
+    dtype = torch.bfloat16 if t.precision in ("bf16", "pure_bf16") else torch.float32
+    sharded = zero_stage(config) == 3
+    holder = HfDeepSpeedConfig(config) if sharded else None  # while it lives, from_pretrained shards as it loads
+    model: PreTrainedModel = load_model(prepared.model_folder, recipe.model, dtype, None if sharded else ranks.device)
+    del holder
+    if t.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if t.precision == "bf16_autocast":
+        torch.set_autocast_cache_enabled(False)  # the cache would cost 2 more bytes a parameter
+    model.train()
+    optimizer = make_optimizer(model, t, ranks.device.type == "cuda")
+
+    def scheduler(inner: torch.optim.Optimizer, num_steps: int) -> Any:
+        warmup = warmup_steps(t, num_steps)
+        name = "constant_with_warmup" if t.schedule == "constant" else t.schedule
+        return get_scheduler(name, inner, num_warmup_steps=warmup, num_training_steps=num_steps)
+
+    engine, _, loader, _ = initialize(
+        model=model, config=config, dataset=prepared.tokens, plan=prepared.plan, epochs=t.epochs, seed=t.seed,
+        normalization=t.normalization, allocation=t.allocation, optimizer=optimizer, lr_scheduler=scheduler,
+        pad_id=pad_token_id(prepared.tokenizer), num_workers=t.num_workers,
+    )
+    accumulation = config["gradient_accumulation_steps"]
+    ranks.print(
+        f"[train] {ranks.world_size} ranks x {t.micro_batch_size} samples x {accumulation} micro-batches = "
+        f"{t.global_batch_size} a step; {engine.schedule.steps_per_epoch} steps an epoch, {engine.schedule.num_steps} in "
+        f"all; ZeRO {zero_stage(config)}, {t.precision}, {t.optimizer}"
+    )
+    return engine, loader
+
+
+def _loop(
+    train: TrainSection, engine: ClusterEngine, loader: ClusterLoader, output_dir: Path, identity: dict[str, Any],
+    ranks: Ranks,
+) -> None:  # collective
+    schedule, first = engine.schedule, loader.step
+    log = _Log(output_dir, first, schedule) if ranks.is_main else None
+    bar = tqdm(total=schedule.num_steps, initial=first, desc="train", unit="step", disable=not ranks.is_main or None)
+    step, started, waited = first, time.perf_counter(), 0.0
+    for batch, wait_s in _timed(loader):
+        waited += wait_s
+        lr = engine.lr
+        engine.backward(engine(batch))
+        if not engine.step():
+            continue
+        record = engine.last_record
+        now = time.perf_counter()
+        if log is not None:
+            log.write(step, record, lr, engine.grad_norm, now - started, waited)
+            bar.set_postfix(loss=f"{record.loss:.3f}", tok_s=f"{record.num_tokens / (now - started):.0f}", refresh=False)
+        if not math.isfinite(record.loss):
+            raise ValueError(
+                f"loss {record.loss} at step {step + 1} on samples {[schedule.plan.ids[r] for r in record.rows[:8]]}: the "
+                "last checkpoint is kept; lower train.lr"
+            )
+        step, started, waited = step + 1, time.perf_counter(), 0.0
+        bar.update()
+        if step % train.checkpoint_every == 0 or step == schedule.num_steps:
+            state = {"identity": identity, "micro_batch_size": train.micro_batch_size}
+            save_checkpoint(engine, output_dir / "checkpoints", step, state, ranks, train.keep_checkpoints)  # collective
+            started = time.perf_counter()
+    bar.close()
+    if log is not None:
+        log.close()
+
+
+def _timed(loader: ClusterLoader) -> Iterator[tuple[dict[str, Any], float]]:
+    """Micro-batches with the seconds that they were waited for."""
+    batches = iter(loader)
+    while True:
+        asked = time.perf_counter()
+        batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch, time.perf_counter() - asked
+
+
+class _Log:
+    """log.jsonl and census.jsonl of a run; entries of steps that a resumed run does again are dropped."""
+
+    def __init__(self, output_dir: Path, first: int, schedule: Schedule):
+        self.schedule = schedule
+        self.every = max(1, schedule.num_steps // _LOG_LINES)
+        self.files = {name: self._reopen(output_dir / f"{name}.jsonl", first) for name in ("log", "census")}
+
+    def write(
+        self, step: int, record: StepRecord, lr: float, grad_norm: float | None, seconds: float, data_wait_s: float
+    ) -> None:
+        epoch = step // self.schedule.steps_per_epoch
+        entry = {
+            "step": step + 1, "epoch": epoch, "loss": record.loss, "lr": lr, "grad_norm": grad_norm,
+            "tokens_per_s": record.num_tokens / seconds, "data_wait_s": data_wait_s, "seconds": seconds,
+            "weight_sum": record.weight_sum, "num_samples": record.num_samples, "num_tokens": record.num_tokens,
+            "num_supervised_tokens": record.num_supervised_tokens, "cluster_loss": record.cluster_loss,
+            "cluster_samples": record.cluster_samples,
+        }
+        self._append("log", entry)
+        self._append("census", {"step": step + 1, "epoch": epoch, "weight_sum": record.weight_sum, "rows": record.rows})
+        last = step + 1 == self.schedule.num_steps
+        if (step + 1) % self.every == 0 or last:
+            tqdm.write(
+                f"[train] step {step + 1}/{self.schedule.num_steps}  loss {record.loss:.4f}  lr {lr:.2e}  "
+                f"grad norm {grad_norm if grad_norm is not None else float('nan'):.3f}  {entry['tokens_per_s']:.0f} tokens/s"
+            )
+
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
+
+    def _append(self, name: str, entry: dict[str, Any]) -> None:
+        self.files[name].write(json.dumps(entry) + "\n")
+        self.files[name].flush()
+
+    @staticmethod
+    def _reopen(path: Path, first: int) -> Any:
+        kept = []
+        for line in path.read_text().splitlines() if path.is_file() else []:
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError:  # the line that a killed run was writing
+                continue
+            if entry["step"] <= first:
+                kept.append(line + "\n")
+        path.write_text("".join(kept))
+        return path.open("a")
