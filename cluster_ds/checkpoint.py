@@ -73,7 +73,8 @@ def find_checkpoint(folder: Path) -> Found:
     Raises:
         ValueError: if there are finished checkpoints but all of them are damaged; nothing is deleted or overwritten.
     """
-    notes, damaged = [], []
+    notes: list[str] = []
+    damaged: list[str] = []
     for path in sorted(folder.glob("step-*"), reverse=True):
         problem = _problem(path)
         if problem is None:
@@ -160,7 +161,7 @@ def _gather_weights(engine: ClusterEngine, dtype: torch.dtype, keep: bool) -> di
     return {name: value for name, value in out.items() if value is not None}
 
 
-def _verify_export(kind: type, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+def _verify_export(kind: Any, folder: Path, weights: dict[str, torch.Tensor]) -> None:
     model, report = kind.from_pretrained(folder, dtype="auto", output_loading_info=True)
     problems = {k: v for k, v in report.items() if k in ("missing_keys", "unexpected_keys", "mismatched_keys") and v}
     if problems:

@@ -132,6 +132,9 @@ def ranks_of_job() -> Iterator[Ranks]:
                 "deepspeed --num_gpus"
             )
         torch.cuda.set_device(local_rank)
+    else:  # the launchers leave every rank all cores, and the ranks would fight over them
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world_size)))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=_timeout_minutes()))
     try:
         ranks = Ranks(rank, world_size, local_rank, dist.distributed_c10d._get_default_store())

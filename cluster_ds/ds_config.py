@@ -56,7 +56,7 @@ def resolve_config(name_or_path: str, train: TrainSection, dp_world_size: int) -
         config = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
-    owned = {
+    owned: dict[str, Any] = {
         "train_batch_size": train.global_batch_size,
         "train_micro_batch_size_per_gpu": train.micro_batch_size,
         "gradient_accumulation_steps": accumulation_steps(train.global_batch_size, train.micro_batch_size, dp_world_size),

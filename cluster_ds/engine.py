@@ -203,7 +203,7 @@ def initialize(
         num_workers=num_workers, pin_memory=torch.cuda.is_available(),
     )
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    facts = {
+    facts: dict[str, int | str] = {
         "plan": plan.hash, "steps": schedule.num_steps, "micro-batches": len(loader), "seed": seed,
         "global_batch_size": schedule.global_batch_size,
     }

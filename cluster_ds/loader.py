@@ -38,9 +38,8 @@ class MicroBatches(Dataset):
             self._step = (step, rank_batch(self.schedule, batch, **self.cut), batch.denominator)
         _, mine, denominator = self._step
         rows = mine.rows[micro_step]
-        batch = self.collate([self._sample(int(row)) for row in rows])
         return {
-            **batch,
+            **self.collate([self._sample(int(row)) for row in rows]),
             "sample_weight": torch.from_numpy(mine.weights[micro_step]),
             "is_filler": torch.from_numpy(mine.is_filler[micro_step]),
             "row": torch.from_numpy(rows),
@@ -89,7 +88,7 @@ class ClusterLoader:
             dataset, schedule, collate or _Pad(pad_id), dp_rank=dp_rank, dp_world_size=dp_world_size,
             micro_batch_size=micro_batch_size, allocation=allocation,
         )
-        self._options = {"num_workers": num_workers, "pin_memory": pin_memory}
+        self.num_workers, self.pin_memory = num_workers, pin_memory
         self._position = 0  # micro-batches handed out
 
     @property
@@ -104,7 +103,9 @@ class ClusterLoader:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Micro-batches from the current position to the end of the last epoch."""
         numbers = range(self._position, len(self.batches))
-        for batch in DataLoader(self.batches, batch_size=None, sampler=numbers, **self._options):
+        for batch in DataLoader(
+            self.batches, batch_size=None, sampler=numbers, num_workers=self.num_workers, pin_memory=self.pin_memory
+        ):
             self._position += 1
             yield batch
 

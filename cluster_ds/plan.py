@@ -104,8 +104,8 @@ class Plan:
         if not (folder / TABLE).is_file() or hash_files([folder / TABLE]) != manifest["table_hash"]:
             raise ValueError(f"plan {folder} is damaged: {TABLE} does not have the hash of its manifest: {remedy}")
         table = pq.read_table(folder / TABLE)
-        ids, *rest = (table.column(name) for name in COLUMNS)
-        plan = cls(ids.to_pylist(), *(c.to_numpy() for c in rest), manifest=manifest)
+        arrays = {name: table.column(name).to_numpy() for name in list(COLUMNS)[1:]}
+        plan = cls(table.column("sample_id").to_pylist(), manifest=manifest, **arrays)
         if plan.hash != manifest["plan_hash"]:
             raise ValueError(f"plan {folder}: hash {plan.hash} instead of {manifest['plan_hash']}: {remedy}")
         return plan

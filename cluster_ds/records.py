@@ -98,8 +98,7 @@ def read_records(
     Raises:
         ValueError: no such source, unknown columns, no usable row, or too many bad rows.
     """
-    rows = _read_file(Path(source)) if Path(source).is_file() else _read_hub(source, revision, split)
-    rows = list(rows)
+    rows = list(_read_file(Path(source)) if Path(source).is_file() else _read_hub(source, revision, split))
     if not rows:
         raise ValueError(f"{source} holds no rows")
     report = ReadReport(num_rows=len(rows))

@@ -41,7 +41,8 @@ class Template:
     """A named way to lay out a sample.
 
     `joint`: the concatenated text is tokenised at once and the mask found by character offsets; otherwise each segment
-    is tokenised alone and the mask follows by construction. `fingerprint` is the text that decides the tokens.
+    is tokenised alone and the mask follows by construction (a chat falls back to that where a token would cross the
+    border of prompt and answer). `fingerprint` is the text that decides the tokens.
     """
 
     name: str

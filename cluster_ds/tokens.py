@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from .files import commit_folder, is_committed, read_json
 from .records import Record, content_hash
-from .templates import Template, render
+from .templates import Segment, Template, render
 
 IGNORE_INDEX = -100
 VERSION = 1  # part of the cache key: raise it when the tokens of an unchanged input would change
@@ -106,21 +106,10 @@ def tokenize_sample(
     segments = render(template, record.turns, record.context, tokenizer)
     straddles = False
     if template.joint:
-        text = "".join(s.text for s in segments)
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids = list(encoded["input_ids"])
-        in_loss = np.concatenate([np.full(len(s.text), s.supervised) for s in segments])
-        mask = []
-        for start, end in encoded["offset_mapping"]:
-            piece = in_loss[start:end]
-            mask.append(bool(piece.any()))
-            straddles |= bool(piece.any()) and not piece.all()
-    else:
-        ids, mask = [], []
-        for segment in segments:
-            piece_ids = tokenizer(segment.text, add_special_tokens=False)["input_ids"]
-            ids += piece_ids
-            mask += [segment.supervised] * len(piece_ids)
+        ids, mask, straddles = _tokenize_joint(segments, tokenizer)
+    if not template.joint or (straddles and template.name == "chat"):
+        # In a chat the prompt's tokens must be those that generation will start from, so no token may cross the border.
+        ids, mask, straddles = *_tokenize_apart(segments, tokenizer), False
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if bos is not None and template.name != "chat" and ids[:1] != [bos]:
         ids, mask = [bos, *ids], [False, *mask]
@@ -129,6 +118,26 @@ def tokenize_sample(
     if eos is not None and not closed:
         ids, mask = [*ids, eos], [*mask, True]
     return ids[:max_length], mask[:max_length], len(ids) > max_length, straddles
+
+
+def _tokenize_joint(segments: list[Segment], tokenizer: Any) -> tuple[list[int], list[bool], bool]:
+    """Tokenise the whole text; a token is supervised if it covers any character of an answer."""
+    encoded = tokenizer("".join(s.text for s in segments), add_special_tokens=False, return_offsets_mapping=True)
+    in_loss = np.concatenate([np.full(len(s.text), s.supervised) for s in segments])
+    pieces = [in_loss[start:end] for start, end in encoded["offset_mapping"]]
+    straddles = any(piece.any() and not piece.all() for piece in pieces)
+    return list(encoded["input_ids"]), [bool(piece.any()) for piece in pieces], straddles
+
+
+def _tokenize_apart(segments: list[Segment], tokenizer: Any) -> tuple[list[int], list[bool]]:
+    """Tokenise each segment alone, so that the mask follows by construction."""
+    ids: list[int] = []
+    mask: list[bool] = []
+    for segment in segments:
+        piece = tokenizer(segment.text, add_special_tokens=False)["input_ids"]
+        ids += piece
+        mask += [segment.supervised] * len(piece)
+    return ids, mask
 
 
 def build_tokens(

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# The product's main job on this machine: a real model, real data, two CPU ranks. Sets itself up on first use.
+#   bash recipes/quickstart.sh [--set KEY=VALUE ...] [--output_dir DIR]
+set -euo pipefail
+CLUSTER_DS_HOME="${CLUSTER_DS_HOME:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}"
+export CLUSTER_DS_HOME
+. "$CLUSTER_DS_HOME/launch/setup.sh" --quickstart
+. "$CLUSTER_DS_HOME/launch/job.sh"
+
+export CUDA_VISIBLE_DEVICES="" # the quickstart is the same with and without GPUs
+NUM_CPU_RANKS=2 cds_train quickstart "$@"

@@ -1,0 +1,81 @@
+"""Start, watch, kill and compare real `deepspeed launch/train.py` jobs on CPU ranks."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from .ranks import free_port
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TIMEOUT_S = 300
+
+
+def start_job(output_dir: Path, *arguments: str, recipe: str = "tiny", num_ranks: int = 2, script: str = "train.py"):
+    """A running job; its output goes to a file beside `output_dir`."""
+    log = output_dir.with_suffix(".out").open("a")
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    command = [
+        str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(num_ranks), "--master_port", str(free_port()),
+        str(ROOT / "launch" / script), "--recipe", recipe, "--output_dir", str(output_dir), *arguments,
+    ]
+    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=output_dir.parent)
+
+
+def finish(job, output_dir: Path) -> str:
+    """Wait for a job that must succeed; returns everything that runs into this folder have printed."""
+    code = job.wait(TIMEOUT_S)
+    text = output_dir.with_suffix(".out").read_text()
+    assert code == 0, f"exit code {code}\n{text[-6000:]}"
+    return text
+
+
+def rank_processes(job) -> list[psutil.Process]:
+    """The ranks of a job, by rank."""
+    found = {}
+    for process in psutil.Process(job.pid).children(recursive=True):
+        try:
+            for argument in process.cmdline():
+                if argument.startswith("--local_rank="):
+                    found[int(argument.split("=")[1])] = process
+        except psutil.NoSuchProcess:
+            continue
+    return [found[r] for r in sorted(found)]
+
+
+def steps_done(output_dir: Path) -> int:
+    log = output_dir / "log.jsonl"
+    return len(log.read_text().splitlines()) if log.is_file() else 0
+
+
+def kill_rank_when(job, rank: int, condition) -> None:
+    """kill -9 one rank as soon as `condition()` holds; then the whole job must end by itself, with an error."""
+    deadline = time.monotonic() + TIMEOUT_S
+    ranks: list[psutil.Process] = []
+    while not condition():
+        assert job.poll() is None, "the job ended before it could be killed"
+        assert time.monotonic() < deadline, "the moment to kill never came"
+        time.sleep(0.0005)
+    ranks = rank_processes(job)
+    os.kill(ranks[rank].pid, signal.SIGKILL)
+    assert job.wait(TIMEOUT_S) != 0
+    gone, alive = psutil.wait_procs(ranks, timeout=30)
+    assert not alive, f"processes left behind: {alive}"
+
+
+def weights_hash(output_dir: Path) -> str:
+    """SHA-256 of the exported weights."""
+    files = sorted((output_dir / "model").glob("*.safetensors"))
+    assert files, f"no weights in {output_dir / 'model'}"
+    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
+
+
+def log_of(output_dir: Path, *keys: str) -> list[tuple]:
+    entries = [json.loads(line) for line in (output_dir / "log.jsonl").read_text().splitlines()]
+    return [tuple(entry[k] for k in keys) for entry in entries]

@@ -1,0 +1,148 @@
+"""What the engine refuses, what plain fine-tuning and the full data's token mean demand, and bf16 at stage 0."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ..conftest import hand_plan, random_samples, tiny_llama
+from .ranks import run_on_ranks
+
+pytestmark = pytest.mark.distributed
+CONFIG = {
+    "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0,
+    "zero_allow_untested_optimizer": True, "zero_optimization": {"stage": 0},
+}
+
+
+def plan_for(samples, clusters, **changes):
+    return hand_plan(
+        clusters, ids=[s["id"] for s in samples], num_tokens=[len(s["input_ids"]) for s in samples],
+        num_supervised=[int((s["labels"][1:] != -100).sum()) for s in samples], **changes,
+    )
+
+
+def first_step(samples, plan, config=CONFIG, **settings):
+    import cluster_ds
+
+    model = tiny_llama()
+    engine, _, loader, _ = cluster_ds.initialize(
+        model=model, config=config, dataset=samples, plan=plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        **settings,
+    )
+    for batch in loader:
+        engine.backward(engine(batch))
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        if engine.step():
+            return engine, gradients
+    raise AssertionError("no step")
+
+
+def one_spawn(rank, world):
+    import cluster_ds
+
+    out = {}
+    # Eight copies of two samples: kept are two of each cluster, so the weighted token mean must be the full data's.
+    short, long = random_samples(2, seed=4, longest=24)
+    clusters = np.array([0] * 12 + [1] * 4)
+    copies = [{**(short if c == 0 else long), "id": f"c{i:03d}"} for i, c in enumerate(clusters)]
+    kept = np.isin(np.arange(16), [0, 1, 2, 3, 12, 13, 14, 15])
+    engine, _ = first_step(copies, plan_for(copies, clusters, kept=kept), normalization="token_mean")
+    out["token_mean"] = engine.last_loss
+
+    samples = random_samples(8, seed=6)
+    plan = plan_for(samples, [0, 0, 0, 0, 0, 1, 1, 1], weights=np.ones(8), strata=[0] * 8)
+    engine, gradients = first_step(samples, plan)
+    out["plain"] = (engine.last_loss, gradients)
+
+    def message(work):
+        try:
+            work()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing was refused"
+
+    model = tiny_llama()
+    engine, _, loader, _ = cluster_ds.initialize(
+        model=model, config=CONFIG, dataset=samples, plan=plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    loss = engine(next(iter(loader)))
+    out["foreign backward"] = message(lambda: (loss * 2).backward())
+    out["gradient after refusal"] = all(p.grad is None for p in model.parameters())
+
+    mine = plan if rank == 0 else plan_for(samples, [0, 0, 0, 0, 1, 1, 1, 1])
+    other = {"model": tiny_llama(), "config": CONFIG, "dataset": samples}
+    out["other plan"] = message(lambda: cluster_ds.initialize(plan=mine, **other))
+    out["batch sizes"] = message(
+        lambda: cluster_ds.initialize(plan=plan, **{**other, "config": {**CONFIG, "train_batch_size": 6}})
+    )
+    swapped = [samples[1], samples[0], *samples[2:]]
+    out["other data"] = message(lambda: first_step(swapped, plan))
+
+    bf16 = {**CONFIG, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
+    model = tiny_llama().bfloat16()
+    before = {n: p.detach().float().clone() for n, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    engine, _, loader, _ = cluster_ds.initialize(model=model, config=bf16, dataset=samples, plan=plan, optimizer=optimizer)
+    masters = [p for group in engine.engine.basic_optimizer.param_groups for p in group["params"]]
+    out["phantom"] = (
+        [int(s.get("step", 0)) for s in engine.engine.basic_optimizer.state.values()],
+        max((m.float() - b).abs().max().item() for m, b in zip(masters, before.values(), strict=True)),
+    )
+    return out
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_on_ranks(one_spawn, 2)
+
+
+def test_weighted_token_mean_is_the_full_datas_token_mean(found):
+    model = tiny_llama()
+    short, long = random_samples(2, seed=4, longest=24)
+    sums, counts = [], []
+    for sample, copies in ((short, 12), (long, 4)):
+        ids, labels = torch.tensor(sample["input_ids"])[None], torch.tensor(sample["labels"])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, :-1]
+        sums.append(copies * F.cross_entropy(logits, labels[1:], reduction="sum").item())
+        counts.append(copies * int((labels[1:] != -100).sum()))
+    assert counts[0] / 12 != counts[1] / 4  # unequal lengths, or sum T_i would do as well
+    assert found[0]["token_mean"] == pytest.approx(sum(sums) / sum(counts), rel=1e-5)
+
+
+def test_weights_of_one_are_plain_fine_tuning(found):
+    """Hugging Face's own loss, one sample at a time, averaged."""
+    model = tiny_llama()
+    samples = random_samples(8, seed=6)
+    losses = [
+        model(input_ids=torch.tensor(s["input_ids"])[None], labels=torch.tensor(s["labels"])[None]).loss for s in samples
+    ]
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    value, gradients = found[0]["plain"]
+    assert value == pytest.approx(loss.item(), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_foreign_backward_is_refused_before_any_gradient(found):
+    assert "RuntimeError: call engine.backward(loss), not loss.backward()" in found[0]["foreign backward"]
+    assert found[0]["gradient after refusal"]
+
+
+def test_ranks_with_different_plans_are_refused_on_both(found):
+    assert all("ValueError: ranks disagree about plan" in result["other plan"] for result in found)
+
+
+def test_batch_sizes_that_do_not_divide(found):
+    assert "global_batch_size 6 is not a multiple of micro_batch_size 2 x 2 ranks = 4" in found[0]["batch sizes"]
+
+
+def test_a_data_set_in_another_order_is_refused(found):
+    assert any("but the plan has" in result["other data"] for result in found)
+
+
+def test_bf16_at_stage_0_starts_from_the_weights_without_a_step(found):
+    steps, drift = found[0]["phantom"]
+    assert set(steps) <= {0} and drift == 0.0

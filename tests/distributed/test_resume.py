@@ -1,0 +1,90 @@
+"""kill -9 in the middle of a step and of a save; the same command then ends with the unbroken run's very bits."""
+
+import pytest
+
+from .jobs import ROOT, finish, kill_rank_when, log_of, start_job, steps_done, weights_hash
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "unbroken"
+    output = finish(start_job(folder), folder)
+    assert "no checkpoint, starting at step 0" in output
+    return folder
+
+
+def assert_ended_alike(broken, unbroken):
+    assert weights_hash(broken) == weights_hash(unbroken)
+    keys = ("step", "loss", "lr", "grad_norm", "weight_sum", "num_samples")
+    assert log_of(broken, *keys) == log_of(unbroken, *keys)  # every step once, same values
+    assert (broken / "census.jsonl").read_text() == (unbroken / "census.jsonl").read_text()
+
+
+def test_killed_in_a_step(unbroken):
+    broken = unbroken.parent / "killed_in_step"
+    kill_rank_when(start_job(broken), 1, lambda: steps_done(broken) >= 7)  # a checkpoint is at 5
+    output = finish(start_job(broken), broken)
+    assert "[train] resuming behind step 5" in output and "[plan] reused" in output
+    assert_ended_alike(broken, unbroken)
+
+
+def test_killed_in_a_save(unbroken):
+    broken = unbroken.parent / "killed_in_save"
+    target = broken / "checkpoints" / "step-00000005"
+    kill_rank_when(start_job(broken), 0, target.is_dir)
+    assert not (target / "manifest.json").exists()  # it was in the middle
+    output = finish(start_job(broken), broken)
+    assert "checkpoint step-00000005 passed over: its saving was interrupted" in output
+    assert "no checkpoint, starting at step 0" in output
+    assert_ended_alike(broken, unbroken)
+
+
+def test_a_finished_run_is_reused(unbroken):
+    before = weights_hash(unbroken)
+    output = finish(start_job(unbroken), unbroken).split("[run] ")[-1]
+    assert "[plan] reused" in output and "[train] reused the finished model" in output and "(cached)" in output
+    assert "step 1/" not in output and weights_hash(unbroken) == before
+
+
+def test_a_changed_setting_is_refused_by_name(unbroken):
+    job = start_job(unbroken, "--set", "train.lr=2e-3")
+    assert job.wait(200) != 0
+    text = unbroken.with_suffix(".out").read_text().split("[run] ")[-1]
+    assert "belongs to another run" in text and "lr: then 0.001, now 0.002" in text and "Traceback" not in text
+
+
+def test_preprocessing_alone_makes_the_same_proxies_and_plan(unbroken):
+    """One process under python, two ranks under deepspeed: the same bits."""
+    import json
+    import subprocess
+    import sys
+
+    alone = unbroken.parent / "alone" / "run"
+    alone.parent.mkdir()
+    command = [sys.executable, str(ROOT / "launch" / "preprocess.py"), "--recipe", "tiny", "--output_dir", str(alone)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    hashes = [json.loads((f / "plan" / "manifest.json").read_text())["plan_hash"] for f in (alone, unbroken)]
+    assert hashes[0] == hashes[1]
+    shards = [
+        {p.name: p.read_bytes() for p in (f.parent / "cache" / "proxies").rglob("*.safetensors")} for f in (alone, unbroken)
+    ]
+    assert shards[0] == shards[1] and len(shards[0]) > 10
+
+
+def test_a_plan_with_permuted_labels_trains_differently(unbroken):
+    """The plan decides what is trained: the same samples under other clusters and weights give another model."""
+    import numpy as np
+
+    from cluster_ds.plan import Plan
+
+    other = unbroken.parent / "permuted"
+    plan = Plan.read(unbroken / "plan")
+    order = np.random.default_rng(0).permutation(len(plan))
+    for column in (plan.cluster, plan.stratum, plan.weight, plan.kept):
+        column[:] = column[order]
+    plan.write(other / "plan")
+    finish(start_job(other), other)
+    assert weights_hash(other) != weights_hash(unbroken)

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Set up and run the tests: bash tests/run.sh [pytest arguments]. Without arguments everything but GPU tests.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. launch/setup.sh --dev --quickstart
+exec "$PYTHON" -m pytest "$@"

@@ -1,0 +1,51 @@
+import pytest
+
+from cluster_ds.checkpoint import find_checkpoint, tag_of
+from cluster_ds.files import write_json
+
+
+def checkpoint(folder, step, finished=True):
+    path = folder / tag_of(step)
+    path.mkdir(parents=True)
+    (path / "weights.pt").write_bytes(b"12345")
+    if finished:
+        write_json(path / "manifest.json", {"step": step, "files": {"weights.pt": 5}})
+    return path
+
+
+def test_nothing_there(tmp_path):
+    found = find_checkpoint(tmp_path / "checkpoints")
+    assert found.step is None and found.notes == []
+
+
+def test_the_newest_whole_one(tmp_path):
+    checkpoint(tmp_path, 5)
+    checkpoint(tmp_path, 10)
+    assert find_checkpoint(tmp_path).step == 10
+
+
+def test_an_interrupted_save_is_passed_over_even_if_it_is_all_there_is(tmp_path):
+    checkpoint(tmp_path, 5, finished=False)
+    found = find_checkpoint(tmp_path)
+    assert found.step is None and found.notes == ["checkpoint step-00000005 passed over: its saving was interrupted"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda p: (p / "weights.pt").write_bytes(b"1234"), "weights.pt has 4 bytes instead of 5"),
+        (lambda p: (p / "weights.pt").unlink(), "weights.pt is missing"),
+        (lambda p: (p / "manifest.json").write_text("{"), "manifest.json is not readable"),
+    ],
+)
+def test_damage_is_passed_over_with_a_reason_and_refused_when_nothing_else_is_left(tmp_path, damage, reason):
+    old = checkpoint(tmp_path, 5)
+    damage(checkpoint(tmp_path, 10))
+    found = find_checkpoint(tmp_path)
+    assert found.step == 5 and found.notes == [f"checkpoint step-00000010 passed over: {reason}"]
+    damage(old)
+    before = sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match="no whole checkpoint to resume from; nothing was changed") as error:
+        find_checkpoint(tmp_path)
+    assert str(error.value).count(reason) == 2
+    assert sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*")) == before

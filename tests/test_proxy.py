@@ -1,0 +1,140 @@
+"""Gradient proxies against a float64 reference that materialises the logits."""
+
+import numpy as np
+import pytest
+import torch
+
+from cluster_ds.distributed import Ranks
+from cluster_ds.proxy import extract, gradient_proxies, length_batches, read_proxies, run_batches, shard_batches
+
+from .conftest import random_samples, tiny_llama
+
+
+class Table(list):
+    """A token table in memory."""
+
+    @property
+    def ids(self):
+        return [s["id"] for s in self]
+
+    @property
+    def num_tokens(self):
+        return np.array([len(s["input_ids"]) for s in self])
+
+    @property
+    def num_supervised(self):
+        return np.array([(s["labels"][1:] != -100).sum() for s in self])
+
+
+def reference(model, sample):
+    """(1/T) sum (p_t - 1) h_t from full logits, one sample, float64."""
+    model = model.double()
+    ids, labels = torch.tensor(sample["input_ids"]), torch.tensor(sample["labels"])
+    hidden = []
+    handle = model.lm_head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0][0]))
+    with torch.no_grad():
+        logits = model(input_ids=ids[None]).logits[0]
+    handle.remove()
+    probabilities = logits.softmax(dim=-1)
+    total, losses = torch.zeros(hidden[0].shape[1], dtype=torch.float64), []
+    for t in range(1, len(ids)):
+        if labels[t] != -100:
+            p = probabilities[t - 1, ids[t]]
+            total += (p - 1) * hidden[0][t - 1]
+            losses.append(-p.log().item())
+    mean = total / len(losses)
+    return mean / mean.norm(), mean.norm().item(), np.mean(losses)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_equal_to_the_reference(tied):
+    samples = random_samples(30, seed=1)
+    model = tiny_llama(tie_word_embeddings=tied).eval()
+    batches = length_batches(np.array([len(s["input_ids"]) for s in samples]), 60)
+    found = {}
+    for rows, index, hidden, losses in run_batches(model, Table(samples), batches, 0, torch.device("cpu")):
+        for row, *values in zip(rows, *gradient_proxies(index, hidden, losses, len(rows)), strict=True):
+            found[int(row)] = values
+    for row, sample in enumerate(samples):
+        proxy, norm, loss = reference(model, sample)
+        assert (found[row][0].double() - proxy).norm() < 2e-6
+        assert found[row][1].item() == pytest.approx(norm, rel=2e-6)
+        assert found[row][2].item() == pytest.approx(loss, rel=2e-6)
+        model.float()
+
+
+def test_confident_tokens_keep_their_digits():
+    """p - 1 of a token with loss 1e-9 is -1e-9, not 0."""
+    unit, norms, losses = gradient_proxies(torch.tensor([0]), torch.ones(1, 4), torch.tensor([1e-9]), 1)
+    assert norms[0].item() == pytest.approx(2e-9, rel=1e-5) and unit[0].tolist() == pytest.approx([-0.5] * 4)
+
+
+def test_a_zero_proxy_stays_zero():
+    unit, norms, _ = gradient_proxies(torch.tensor([0]), torch.ones(1, 4), torch.tensor([0.0]), 1)
+    assert unit.tolist() == [[0.0] * 4] and norms.tolist() == [0.0]
+
+
+def test_batches_and_shards_hold_every_row_once():
+    lengths = np.random.default_rng(0).integers(3, 500, 700)
+    lengths[5] = 9000  # longer than the budget: alone
+    batches = length_batches(lengths, 2048)
+    assert sorted(np.concatenate(batches)) == list(range(700))
+    assert all(len(b) * lengths[b].max() <= 2048 or len(b) == 1 for b in batches)
+    padded = sum(len(b) * lengths[b].max() for b in batches)
+    assert lengths.sum() / padded > 0.97
+    shards = shard_batches(batches)
+    assert sorted(np.concatenate([r for s in shards for r in s])) == list(range(700))
+    work = [sum(len(b) * lengths[b].max() for b in s) for s in shards if 5 not in np.concatenate(s)]
+    assert max(work) < 1.5 * min(work)
+
+
+SETTINGS = {"pad_id": 0, "tokens_per_batch": 60, "cpu_threads": 1}
+
+
+def test_finished_shards_are_kept_and_damage_is_named(tmp_path):
+    samples = Table(random_samples(80, seed=2))
+    ranks = Ranks(0, 1, 0)
+    assert extract(samples, tmp_path / "a", tiny_llama, ranks, **SETTINGS) == 0
+    whole = read_proxies(tmp_path / "a", samples, 60)
+    norms = np.linalg.norm(whole.features.astype(float), axis=1)
+    assert whole.features.dtype == np.float16 and np.abs(norms - 1).max() < 1e-3
+
+    shard = tmp_path / "a" / "shard-00003.safetensors"
+    sidecar = shard.with_suffix(".json")
+    good = shard.read_bytes()
+    shard.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    with pytest.raises(ValueError, match="shard-00003.safetensors is damaged: delete .*shard-00003.json and run"):
+        read_proxies(tmp_path / "a", samples, 60)
+    sidecar.unlink()
+    with pytest.raises(ValueError, match="shard-00003.safetensors is missing"):
+        read_proxies(tmp_path / "a", samples, 60)
+    stamps = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "a").iterdir()}
+    done = extract(samples, tmp_path / "a", tiny_llama, ranks, **SETTINGS)
+    assert done == len(list((tmp_path / "a").glob("*.safetensors"))) - 1
+    again = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "a").iterdir()}
+    assert {n for n in again if again[n] != stamps.get(n)} == {shard.name, sidecar.name}
+    assert shard.read_bytes() == good
+    np.testing.assert_array_equal(read_proxies(tmp_path / "a", samples, 60).features, whole.features)
+
+
+def test_nan_names_the_samples(tmp_path):
+    def broken():
+        model = tiny_llama()
+        model.model.embed_tokens.weight.data[7] = float("nan")
+        return model
+
+    samples = Table(random_samples(40, seed=3))
+    with_seven = [s["id"] for s in samples if 7 in s["input_ids"]]
+    with pytest.raises(ValueError, match="NaN or infinity on samples") as error:
+        extract(samples, tmp_path, broken, Ranks(0, 1, 0), **SETTINGS)
+    assert any(name in str(error.value) for name in with_seven)
+
+
+def test_scaled_logits_are_refused_by_name(tmp_path):
+    def scaled():
+        model = tiny_llama(initializer_range=0.5)
+        model.lm_head.register_forward_hook(lambda _, __, out: out * 3)
+        return model
+
+    with pytest.raises(ValueError, match="LlamaForCausalLM: loss .* it scales or caps its logits"):
+        extract(Table(random_samples(20)), tmp_path, scaled, Ranks(0, 1, 0), **SETTINGS)
