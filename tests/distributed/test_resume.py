@@ -30,6 +30,16 @@ def test_killed_in_a_step(unbroken):
     assert_ended_alike(broken, unbroken)
 
 
+def test_another_micro_batch_size_on_resume(unbroken):
+    """The global batches and learning rates are a function of plan, seed and step alone."""
+    broken = unbroken.parent / "other_micro_batch"
+    kill_rank_when(start_job(broken), 0, lambda: steps_done(broken) >= 6)
+    output = finish(start_job(broken, "--set", "train.micro_batch_size=2"), broken)
+    assert "micro_batch_size changed from 4 to 2; the global batches stay the same" in output
+    assert (broken / "census.jsonl").read_text() == (unbroken / "census.jsonl").read_text()
+    assert log_of(broken, "step", "lr") == log_of(unbroken, "step", "lr")
+
+
 def test_killed_in_a_save(unbroken):
     broken = unbroken.parent / "killed_in_save"
     target = broken / "checkpoints" / "step-00000005"
@@ -76,6 +86,8 @@ def test_preprocessing_alone_makes_the_same_proxies_and_plan(unbroken):
 
 def test_a_plan_with_permuted_labels_trains_differently(unbroken):
     """The plan decides what is trained: the same samples under other clusters and weights give another model."""
+    from dataclasses import replace
+
     import numpy as np
 
     from cluster_ds.plan import Plan
@@ -83,8 +95,8 @@ def test_a_plan_with_permuted_labels_trains_differently(unbroken):
     other = unbroken.parent / "permuted"
     plan = Plan.read(unbroken / "plan")
     order = np.random.default_rng(0).permutation(len(plan))
-    for column in (plan.cluster, plan.stratum, plan.weight, plan.kept):
-        column[:] = column[order]
+    permuted = {c: getattr(plan, c)[order] for c in ("cluster", "stratum", "weight", "kept")}
+    plan = replace(plan, **permuted)
     plan.write(other / "plan")
     finish(start_job(other), other)
     assert weights_hash(other) != weights_hash(unbroken)
