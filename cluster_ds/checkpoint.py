@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .distributed import Ranks
+from .distributed import Ranks, on_gpu
 from .engine import ClusterEngine
 from .files import MANIFEST, commit_folder, fsync, read_json, write_json
 
@@ -190,7 +190,7 @@ def _problem(path: Path) -> str | None:
 
 def _random_state() -> dict[str, Any]:
     state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
+    if on_gpu():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
@@ -199,7 +199,7 @@ def _set_random_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
+    if "cuda" in state and on_gpu():
         torch.cuda.set_rng_state(state["cuda"])
 
 

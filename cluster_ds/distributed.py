@@ -42,7 +42,7 @@ class Ranks:
 
     def __init__(self, rank: int, world_size: int, local_rank: int, store: Any = None):
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
-        self.device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        self.device = torch.device("cuda", local_rank) if on_gpu() else torch.device("cpu")
         self._store = store
         self._calls = 0
 
@@ -111,6 +111,11 @@ class Ranks:
         time.sleep(10 * _POLL_S)
 
 
+def on_gpu() -> bool:
+    """Whether this job computes on GPUs; DS_ACCELERATOR=cpu keeps it, as it keeps DeepSpeed, on the CPU."""
+    return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
+
+
 @contextmanager
 def ranks_of_job() -> Iterator[Ranks]:
     """Join the job that the launcher's environment describes, and leave it at the end.
@@ -124,8 +129,7 @@ def ranks_of_job() -> Iterator[Ranks]:
         return
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
+    if on_gpu():
         if local_rank >= torch.cuda.device_count():
             raise ValueError(
                 f"local rank {local_rank} has no GPU: this node shows {torch.cuda.device_count()}; start fewer ranks with "
@@ -135,7 +139,7 @@ def ranks_of_job() -> Iterator[Ranks]:
     else:  # the launchers leave every rank all cores, and the ranks would fight over them
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world_size)))
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=_timeout_minutes()))
+    dist.init_process_group("nccl" if on_gpu() else "gloo", timeout=timedelta(minutes=_timeout_minutes()))
     try:
         ranks = Ranks(rank, world_size, local_rank, dist.distributed_c10d._get_default_store())
         yield ranks

@@ -19,7 +19,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from .distributed import assert_ranks_agree, build_cpu_communication
+from .distributed import assert_ranks_agree, build_cpu_communication, on_gpu
 from .ds_config import with_batch_arithmetic, zero_stage
 from .loader import ClusterLoader, Collate
 from .loss import sample_losses, weighted_terms
@@ -200,9 +200,9 @@ def initialize(
     loader = ClusterLoader(
         dataset, schedule, dp_rank=dist.get_rank(), dp_world_size=world_size,
         micro_batch_size=config["train_micro_batch_size_per_gpu"], allocation=allocation, collate=collate, pad_id=pad_id,
-        num_workers=num_workers, pin_memory=torch.cuda.is_available(),
+        num_workers=num_workers, pin_memory=on_gpu(),
     )
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
     facts: dict[str, int | str] = {
         "plan": plan.hash, "steps": schedule.num_steps, "micro-batches": len(loader), "seed": seed,
         "global_batch_size": schedule.global_batch_size,

@@ -19,6 +19,7 @@ from .models import load_model, load_tokenizer, model_hash, pad_token_id
 from .prepare import Prepared, cache_dir, extraction_dtype, prepare_tokens
 from .proxy import held_out_loss
 from .recipe import Recipe
+from .tokens import TokenTable
 from .training import TrainResult
 
 
@@ -51,16 +52,22 @@ def open_run(recipe: Recipe, output_dir: Path, ranks: Ranks) -> None:  # collect
     ranks.on_main(work)
 
 
+def held_out_tokens(recipe: Recipe, output_dir: Path, ranks: Ranks) -> TokenTable | None:  # collective
+    """The recipe's held-out samples; None if it names none."""
+    e = recipe.evaluate
+    if e.held_out is None:
+        return None
+    return prepare_tokens(
+        recipe, output_dir, ranks, source=e.held_out, split=e.held_out_split, label="held-out", limit=e.max_samples
+    )
+
+
 def evaluate_held_out(
-    recipe: Recipe, model: Path, output_dir: Path, ranks: Ranks, *, label: str
+    recipe: Recipe, tokens: TokenTable | None, model: Path, output_dir: Path, ranks: Ranks, *, label: str
 ) -> dict[str, float] | None:  # collective
     """Held-out loss of a model folder; kept on disk by the hashes of model and tokens. None without held-out data."""
-    if recipe.evaluate.held_out is None:
+    if tokens is None:
         return None
-    tokens = prepare_tokens(
-        recipe, output_dir, ranks, source=recipe.evaluate.held_out, split=recipe.evaluate.held_out_split,
-        label="held-out", limit=recipe.evaluate.max_samples,
-    )
     key = ranks.on_main(lambda: f"{model_hash(model)}-{tokens.key}")
     path = cache_dir(recipe, output_dir) / "held_out" / f"{key}.json"
     result = ranks.on_main(lambda: read_json(path) if path.is_file() else None)

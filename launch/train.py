@@ -11,7 +11,7 @@ from cluster_ds.distributed import Ranks, ranks_of_job
 from cluster_ds.ds_config import resolve_config
 from cluster_ds.prepare import prepare
 from cluster_ds.recipe import Recipe, add_recipe_arguments, recipe_from_args
-from cluster_ds.runs import evaluate_held_out, exit_with_message, open_run, print_summary
+from cluster_ds.runs import evaluate_held_out, exit_with_message, held_out_tokens, open_run, print_summary
 from cluster_ds.training import census, train
 
 
@@ -20,9 +20,10 @@ def run(recipe: Recipe, output_dir: Path, ranks: Ranks) -> None:
     resolve_config(recipe.deepspeed.config, recipe.train, ranks.world_size)  # refuses before any time is spent
     open_run(recipe, output_dir, ranks)
     prepared = prepare(recipe, output_dir, ranks)
-    before = evaluate_held_out(recipe, prepared.model_folder, output_dir, ranks, label="before")
+    held_out = held_out_tokens(recipe, output_dir, ranks)
+    before = evaluate_held_out(recipe, held_out, prepared.model_folder, output_dir, ranks, label="before")
     result = train(recipe, prepared, output_dir, ranks)
-    after = evaluate_held_out(recipe, result.model, output_dir, ranks, label="after")
+    after = evaluate_held_out(recipe, held_out, result.model, output_dir, ranks, label="after")
     lines = ranks.on_main(lambda: census(output_dir, prepared.plan))
     ranks.print(*(f"[census] {line}" for line in lines))
     print_summary(recipe, prepared, result, before, after, output_dir, ranks, time.perf_counter() - started)

@@ -7,5 +7,5 @@ export CLUSTER_DS_HOME
 . "$CLUSTER_DS_HOME/launch/setup.sh" --quickstart
 . "$CLUSTER_DS_HOME/launch/job.sh"
 
-export CUDA_VISIBLE_DEVICES="" # the quickstart is the same with and without GPUs
+export DS_ACCELERATOR=cpu # the quickstart is the same with and without GPUs
 NUM_CPU_RANKS=2 cds_train quickstart "$@"

@@ -7,5 +7,5 @@ export CLUSTER_DS_HOME
 . "$CLUSTER_DS_HOME/launch/setup.sh"
 . "$CLUSTER_DS_HOME/launch/job.sh"
 
-export CUDA_VISIBLE_DEVICES=""
+export DS_ACCELERATOR=cpu
 NUM_CPU_RANKS=2 cds_train tiny "$@"

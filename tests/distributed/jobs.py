@@ -20,7 +20,7 @@ TIMEOUT_S = 300
 def start_job(output_dir: Path, *arguments: str, recipe: str = "tiny", num_ranks: int = 2, script: str = "train.py"):
     """A running job; its output goes to a file beside `output_dir`."""
     log = output_dir.with_suffix(".out").open("a")
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
     command = [
         str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(num_ranks), "--master_port", str(free_port()),
         str(ROOT / "launch" / script), "--recipe", recipe, "--output_dir", str(output_dir), *arguments,

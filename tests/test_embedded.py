@@ -1,0 +1,52 @@
+import json
+from collections import Counter
+
+import pytest
+
+from cluster_ds.embedded import DATA_SETS, resolve_data, resolve_model
+from cluster_ds.source_tasks import SHARES, make_tasks
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return {
+        part: [json.loads(line) for line in open(resolve_data(f"embedded:python_source_small{suffix}"), encoding="utf-8")]
+        for part, suffix in (("train", ""), ("held_out", "/held_out"))
+    }
+
+
+def test_training_and_held_out_share_no_module(rows):
+    train, held_out = ({row["module"] for row in rows[part]} for part in ("train", "held_out"))
+    assert len(train) > 50 and len(held_out) > 5 and not train & held_out
+
+
+def test_several_kinds_with_a_long_tail(rows):
+    counts = Counter(row["kind"] for row in rows["train"])
+    assert set(counts) == set(SHARES) and counts["write"] > 10 * counts["methods"]
+    longest = DATA_SETS["python_source_small"][2]
+    assert all(0 < len(row["instruction"]) + len(row["response"]) <= longest for row in rows["train"])
+    assert len({row["instruction"] for row in rows["train"]}) == len(rows["train"])
+
+
+def test_the_text_is_real(rows):
+    """Functions that were asked for are Python, by the parser's word."""
+    import ast
+
+    written = [row["response"] for row in rows["train"] if row["kind"] == "write"]
+    for code in written:
+        ast.parse(code)
+    parameters = [json.loads(row["response"]) for row in rows["train"] if row["kind"] == "parameters"]
+    assert all(p["name"] for one in parameters for p in one)
+
+
+def test_made_twice_is_made_alike(rows):
+    num_train, num_held_out, max_chars = DATA_SETS["python_source_small"]
+    assert make_tasks(num_train, num_held_out, max_chars) == (rows["train"], rows["held_out"])
+
+
+def test_unknown_names():
+    with pytest.raises(ValueError, match="no embedded data set 'embedded:nothing': embedded:python_source"):
+        resolve_data("embedded:nothing")
+    with pytest.raises(ValueError, match="no embedded model 'embedded:nothing': embedded:smollm2"):
+        resolve_model("embedded:nothing")
+    assert resolve_data("some/data") == "some/data"
