@@ -109,7 +109,8 @@ def prepare(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Prepared:  # coll
     settings = plan_settings(recipe, ranks.world_size)
     plan_folder = output_dir / "plan"
     if ranks.on_main(lambda: is_committed(plan_folder)):
-        plan = ranks.on_main(lambda: _matching_plan(plan_folder, provenance, settings))
+        ranks.on_main(lambda: _require_match(plan_folder, provenance, settings))
+        plan = Plan.read(plan_folder)
         ranks.print(f"[plan] reused {plan_folder}", *(f"[plan] {line}" for line in plan.lines()))
         return Prepared(base, tokenizer, tokens, plan, {**seconds, "proxies": 0.0, "plan": 0.0})
 
@@ -151,13 +152,11 @@ def plan_settings(recipe: Recipe, world_size: int) -> dict[str, Any]:
     }
 
 
-def _matching_plan(folder: Path, provenance: dict[str, Any], settings: dict[str, Any]) -> Plan:
-    plan = Plan.read(folder)
-    different = plan.differences(provenance, settings)
+def _require_match(folder: Path, provenance: dict[str, Any], settings: dict[str, Any]) -> None:
+    different = Plan.read(folder).differences(provenance, settings)
     if different:
         raise ValueError(
             f"plan {folder} was made from something else:\n  "
             + "\n  ".join(different)
             + f"\ndelete {folder} to make it again, or choose another --output_dir"
         )
-    return plan

@@ -156,8 +156,10 @@ def extract(
             _check_head(model, tokens, ranks.device)
             total = int(sum(tokens.num_tokens[b].sum() for s in mine for b in shards[s]))
             with tqdm(total=total, desc="proxies", unit="tok", disable=not ranks.is_main or None) as bar:
-                for shard in mine:
+                for number, shard in enumerate(mine, start=1):
                     _write_shard(folder, shard, _run_shard(model, tokens, shards[shard], pad_id, ranks.device, bar))
+                    if bar.disable and number * 10 // len(mine) > (number - 1) * 10 // len(mine):  # a job's log
+                        ranks.print(f"[proxies] rank 0 has finished {number} of its {len(mine)} shards")
             del model
             if ranks.device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -1,11 +1,11 @@
-"""What surrounds the stages of a run: its folder, the held-out loss, the closing table, errors as messages."""
+"""What surrounds the stages of a run: its start, its folder, the held-out loss, the closing table."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +13,38 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
-from .distributed import MainRankError, Ranks
+from .distributed import MainRankError, Ranks, ranks_of_job
 from .files import read_json, write_json
 from .models import load_model, load_tokenizer, model_hash, pad_token_id
 from .prepare import Prepared, cache_dir, extraction_dtype, prepare_tokens
 from .proxy import held_out_loss
-from .recipe import Recipe
+from .recipe import Recipe, add_recipe_arguments, recipe_from_args
 from .tokens import TokenTable
 from .training import TrainResult
 
 
-@contextmanager
-def exit_with_message() -> Iterator[None]:
-    """Turn what a user can mend into one message on rank 0 and exit code 2; Ctrl-C into exit code 130."""
+def launch(parser: argparse.ArgumentParser, work: Callable[[Recipe, Path, Ranks], None]) -> None:
+    """Parse the arguments, join the job, do the work; what a user can mend becomes one message and exit code 2."""
+    add_recipe_arguments(parser)
+    args = parser.parse_args()
     disable_progress_bar()  # transformers' own: two lines of every rank for every load
+    rank = int(os.environ.get("RANK", 0))
     try:
-        yield
-    except (ValueError, FileNotFoundError, PermissionError) as error:
-        if os.environ.get("RANK", "0") == "0":
+        recipe, output_dir = recipe_from_args(args)
+    except ValueError as error:  # the same on every rank
+        if rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
-    except MainRankError:
+    try:
+        with ranks_of_job() as ranks:
+            work(recipe, output_dir, ranks)
+    except (ValueError, FileNotFoundError, PermissionError) as error:
+        print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except MainRankError:  # rank 0 says why
         sys.exit(2)
     except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":
+        if rank == 0:
             print("interrupted: the same command continues from what is finished", file=sys.stderr, flush=True)
         sys.exit(130)
 
@@ -120,5 +128,5 @@ def print_summary(
         table.add_row("held-out loss", f"{first:.4f} before, {last:.4f} after ({last - first:+.4f})")
     table.add_row("model", str(result.model))
     table.add_row("plan, log", f"{output_dir / 'plan'}, {output_dir / 'log.jsonl'}")
-    table.add_row("try next", f"--set selection.ratio=0.5 --output_dir {output_dir}_half")
+    table.add_row("try next", f"the same command with --set selection.ratio=0.5 --output_dir {output_dir}_half")
     Console(width=None if sys.stdout.isatty() else 120).print(table)

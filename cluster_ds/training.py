@@ -57,7 +57,7 @@ def train(recipe: Recipe, prepared: Prepared, output_dir: Path, ranks: Ranks) ->
         ValueError: if the folder holds a run of something else, naming what differs, or only damaged checkpoints.
     """
     config = resolve_config(recipe.deepspeed.config, recipe.train, ranks.world_size)
-    num_steps = _schedule(recipe, prepared.plan).num_steps
+    num_steps = ranks.on_main(lambda: _schedule(recipe, prepared.plan).num_steps)
     identity = {**_identity(recipe, prepared.plan, config), "num_steps": num_steps}
     model_folder = output_dir / "model"
     exported = {**identity, "export_dtype": recipe.train.export_dtype}

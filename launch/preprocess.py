@@ -6,22 +6,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cluster_ds.distributed import ranks_of_job
+from cluster_ds.distributed import Ranks
 from cluster_ds.prepare import prepare
-from cluster_ds.recipe import add_recipe_arguments, recipe_from_args
-from cluster_ds.runs import exit_with_message, open_run
+from cluster_ds.recipe import Recipe
+from cluster_ds.runs import launch, open_run
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_recipe_arguments(parser)
-    args = parser.parse_args()
-    with exit_with_message():
-        recipe, output_dir = recipe_from_args(args)
-        with ranks_of_job() as ranks:
-            open_run(recipe, output_dir, ranks)
-            prepare(recipe, output_dir, ranks)
+def run(recipe: Recipe, output_dir: Path, ranks: Ranks) -> None:
+    open_run(recipe, output_dir, ranks)
+    prepare(recipe, output_dir, ranks)
 
 
 if __name__ == "__main__":
-    main()
+    launch(argparse.ArgumentParser(description=__doc__), run)

@@ -7,17 +7,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cluster_ds.distributed import Ranks, ranks_of_job
+from cluster_ds.distributed import Ranks
 from cluster_ds.ds_config import resolve_config
 from cluster_ds.prepare import prepare
-from cluster_ds.recipe import Recipe, add_recipe_arguments, recipe_from_args
-from cluster_ds.runs import evaluate_held_out, exit_with_message, held_out_tokens, open_run, print_summary
+from cluster_ds.recipe import Recipe
+from cluster_ds.runs import evaluate_held_out, held_out_tokens, launch, open_run, print_summary
 from cluster_ds.training import census, train
 
 
 def run(recipe: Recipe, output_dir: Path, ranks: Ranks) -> None:
     started = time.perf_counter()
-    resolve_config(recipe.deepspeed.config, recipe.train, ranks.world_size)  # refuses before any time is spent
+    # Refuses before any time is spent.
+    ranks.on_main(lambda: resolve_config(recipe.deepspeed.config, recipe.train, ranks.world_size))
     open_run(recipe, output_dir, ranks)
     prepared = prepare(recipe, output_dir, ranks)
     held_out = held_out_tokens(recipe, output_dir, ranks)
@@ -29,15 +30,5 @@ def run(recipe: Recipe, output_dir: Path, ranks: Ranks) -> None:
     print_summary(recipe, prepared, result, before, after, output_dir, ranks, time.perf_counter() - started)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_recipe_arguments(parser)
-    args = parser.parse_args()
-    with exit_with_message():
-        recipe, output_dir = recipe_from_args(args)
-        with ranks_of_job() as ranks:
-            run(recipe, output_dir, ranks)
-
-
 if __name__ == "__main__":
-    main()
+    launch(argparse.ArgumentParser(description=__doc__), run)
