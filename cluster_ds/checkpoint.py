@@ -6,6 +6,7 @@ every rank has finished. A folder without a manifest was never finished; one who
 
 from __future__ import annotations
 
+import gc
 import random
 import shutil
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ def save_checkpoint(
         step: optimizer steps done.
         state: goes into the manifest.
         ranks: all call this.
-        keep: checkpoints that stay.
+        keep: whole checkpoints that stay, this one among them; unfinished and damaged ones go.
     """
     target = folder / tag_of(step)
     ranks.on_main(lambda: shutil.rmtree(target, ignore_errors=True))  # an unfinished one of the same step
@@ -61,7 +62,8 @@ def save_checkpoint(
         sizes = {str(p.relative_to(target)): p.stat().st_size for p in files}
         write_json(target / MANIFEST, {**state, "step": step, "world_size": ranks.world_size, "files": sizes})
         fsync(folder)
-        for old in sorted(p for p in folder.glob("step-*") if (p / MANIFEST).is_file())[:-keep]:
+        whole = [p for p in sorted(folder.glob("step-*"), reverse=True) if p == target or _problem(p) is None]
+        for old in set(folder.glob("step-*")) - {target, *whole[:keep]}:
             shutil.rmtree(old)
 
     ranks.on_main(commit)
@@ -107,6 +109,8 @@ def load_checkpoint(engine: ClusterEngine, folder: Path, step: int, ranks: Ranks
     loaded, _ = engine.engine.load_checkpoint(str(folder), tag=tag_of(step))  # collective
     if loaded is None:
         raise ValueError(f"DeepSpeed could not load {target}")
+    if engine.engine.optimizer is engine.engine.basic_optimizer:
+        _restore_uncast(engine.engine.basic_optimizer, Path(loaded))
     mine = target / f"random_rank_{ranks.rank}.pt"
     if mine.is_file():
         _set_random_state(torch.load(mine, weights_only=False))
@@ -142,6 +146,36 @@ def export_model(
             _verify_export(type(model), part, weights)
 
     ranks.on_main(write)
+
+
+def release(engine: ClusterEngine) -> None:
+    """Give the memory of weights, gradients and optimizer back; DeepSpeed's own references outlive the engine."""
+    inner = engine.engine
+    inner.optimizer.zero_grad()
+    groups = [p for group in inner.basic_optimizer.param_groups for p in group["params"]]
+    inner.basic_optimizer.state.clear()
+    inner.destroy()
+    for parameter in (*inner.module.parameters(), *groups):
+        for tensor in (parameter, getattr(parameter, "ds_tensor", None)):
+            if tensor is not None:
+                tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        parameter.grad = None
+    if inner.optimizer is not inner.basic_optimizer:  # ZeRO's flat buffers: its hooks keep the wrapper itself alive
+        vars(inner.optimizer).clear()
+    gc.collect()
+    if on_gpu():
+        torch.cuda.empty_cache()
+
+
+def _restore_uncast(optimizer: torch.optim.Optimizer, file: Path) -> None:
+    """Torch casts a loaded optimizer state to its parameter's dtype; bf16 weights would lose fp32 statistics."""
+    saved = torch.load(file, map_location="cpu", weights_only=False)["optimizer"]
+    names = [name for group in saved["param_groups"] for name in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for name, parameter in zip(names, parameters, strict=True):
+        for key, value in saved["state"].get(name, {}).items():
+            if torch.is_tensor(value):
+                optimizer.state[parameter][key] = value.to(optimizer.state[parameter][key].device)
 
 
 def _gather_weights(engine: ClusterEngine, dtype: torch.dtype, keep: bool) -> dict[str, torch.Tensor]:  # collective

@@ -25,10 +25,11 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 _POLL_S = 0.1
+_FAILED = "cluster_ds/failed"
 
 
-class MainRankError(RuntimeError):
-    """Rank 0 failed while the others waited for it; it reports the reason itself."""
+class PeerError(RuntimeError):
+    """Another rank failed while this one waited; it reports the reason itself."""
 
 
 class Ranks:
@@ -59,7 +60,7 @@ class Ranks:
         """Run `work` on rank 0 and give its result to every rank.
 
         Raises:
-            MainRankError: on the other ranks, if `work` failed on rank 0, where its own error is raised.
+            PeerError: on the other ranks, if `work` failed on rank 0, where its own error is raised.
         """
         if self.world_size == 1:
             return work()
@@ -67,16 +68,23 @@ class Ranks:
         if not self.is_main:
             ok, value = pickle.loads(self._wait(key))
             if not ok:
-                raise MainRankError(value)
+                raise PeerError(value)
             return value
         try:
             value = work()
         except BaseException as error:
             self._store.set(key, pickle.dumps((False, f"rank 0: {error}")))
-            self._finish_reading()
             raise
         self._store.set(key, pickle.dumps((True, value)))
         return value
+
+    def on_every_node(self, work: Callable[[], T]) -> T:  # collective
+        """Run `work`, which keeps what it fetches on disk, on rank 0, then on one rank of each node, then on all."""
+        self.on_main(work)
+        if self.local_rank == 0 and not self.is_main:
+            work()
+        self.gather(True)
+        return work()
 
     def gather(self, value: T) -> list[T]:  # collective
         """Every rank's value, in rank order, on every rank; for small values."""
@@ -93,10 +101,19 @@ class Ranks:
     def _wait(self, key: str) -> bytes:
         try:
             while not self._store.check([key]):
+                if self._store.check([_FAILED]):
+                    raise PeerError(self._store.get(_FAILED).decode())
                 time.sleep(_POLL_S)
             return self._store.get(key)
         except dist.DistNetworkError:
-            raise MainRankError("rank 0, which hosts the store, has left") from None
+            raise PeerError("rank 0, which hosts the store, has left") from None
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Let ranks that wait for this one know that it will not come."""
+        if self._store is not None and not isinstance(error, PeerError):
+            self._store.set(_FAILED, f"rank {self.rank}: {error}")
+            if self.is_main:  # the store goes with this rank: leave the others a moment to read
+                time.sleep(10 * _POLL_S)
 
     def leave_together(self) -> None:  # collective
         """Rank 0 leaves last: the others still read from its store."""
@@ -104,10 +121,6 @@ class Ranks:
             self._store.set(f"cluster_ds/left/{self.rank}", b"1")
             for rank in range(1, self.world_size) if self.is_main else ():
                 self._wait(f"cluster_ds/left/{rank}")
-
-    def _finish_reading(self) -> None:
-        """Rank 0 hosts the store: give the others a moment to read why it is about to leave."""
-        time.sleep(10 * _POLL_S)
 
 
 def on_gpu() -> bool:
@@ -141,7 +154,11 @@ def ranks_of_job() -> Iterator[Ranks]:
     dist.init_process_group("nccl" if on_gpu() else "gloo", timeout=timedelta(minutes=_timeout_minutes()))
     try:
         ranks = Ranks(rank, world_size, local_rank, dist.distributed_c10d._get_default_store())
-        yield ranks
+        try:
+            yield ranks
+        except BaseException as error:
+            ranks.tell_failure(error)
+            raise
         ranks.leave_together()
     finally:
         if dist.is_initialized():

@@ -12,6 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
 from .recipe import TrainSection
 from .schedule import accumulation_steps
 
@@ -56,6 +58,16 @@ def resolve_config(name_or_path: str, train: TrainSection, dp_world_size: int) -
         config = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold one JSON object")
+    config = {key: value for key, value in config.items() if value != "auto"}
+    zero = config.get("zero_optimization", {})
+    try:
+        DeepSpeedZeroConfig(**zero)
+    except ValueError as error:
+        raise ValueError(f"{path}: zero_optimization: {error}") from None
+    if "offload_optimizer" in zero:  # our optimizers are torch's; DeepSpeed insists on its own unless told
+        config.setdefault("zero_force_ds_cpu_optimizer", False)
     owned: dict[str, Any] = {
         "train_batch_size": train.global_batch_size,
         "train_micro_batch_size_per_gpu": train.micro_batch_size,
@@ -66,14 +78,19 @@ def resolve_config(name_or_path: str, train: TrainSection, dp_world_size: int) -
         owned["bf16"] = {"enabled": True}
     elif train.precision == "bf16_autocast":
         owned["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-    stage = config.get("zero_optimization", {}).get("stage", 0)
-    if stage == 0 and train.precision == "bf16":  # DeepSpeed has no fp32 accumulation for this pair
-        config = {**config, "data_types": {"grad_accum_dtype": "bf16"}}
+    stage = zero.get("stage", 0)
+    if stage == 0 and train.precision == "bf16":
+        types = config.setdefault("data_types", {"grad_accum_dtype": "bf16"})
+        if types.get("grad_accum_dtype", "bf16") != "bf16":
+            raise ValueError(
+                f"{path}: DeepSpeed cannot accumulate in {types['grad_accum_dtype']} at stage 0 with bf16: use stage 1 or "
+                "2, or train.precision bf16_autocast"
+            )
     _check_keys(path, config, owned)
     _check_stage(path, stage, train)
     return {
         "steps_per_print": None, "wall_clock_breakdown": False, **config, **owned,
-        "zero_optimization": {"stage": 0, **config.get("zero_optimization", {})},
+        "zero_optimization": {"stage": 0, **zero},
     }
 
 
@@ -107,9 +124,9 @@ def _check_keys(path: Path, config: dict[str, Any], owned: dict[str, Any]) -> No
     for key, value in config.items():
         if key in ("optimizer", "scheduler"):
             raise ValueError(f"{path}: {key} belongs to the recipe (train.{key}), remove it here")
-        if key in owned and value not in ("auto", owned[key]):
+        if key in owned and value != owned[key]:
             raise ValueError(f"{path}: {key} is {value!r}, but the recipe makes it {owned[key]!r}: remove it here")
-        if key in _RECIPE_OWNS and key not in owned and value != "auto" and value != {"enabled": False}:
+        if key in _RECIPE_OWNS and key not in owned and value != {"enabled": False}:
             raise ValueError(f"{path}: {key} is {value!r}, which train.precision does not use: remove it here")
         if key not in _OURS_IN_FILE and key not in _RECIPE_OWNS:
             near = difflib.get_close_matches(key, [*_OURS_IN_FILE, *_RECIPE_OWNS], n=1, cutoff=0.0)[0]

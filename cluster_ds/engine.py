@@ -11,6 +11,7 @@ No `training_data` and no subclass: the loader is ours, DeepSpeed sees micro-bat
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,7 @@ class ClusterEngine:
         self._sums = self._fresh_sums()
         self._rows: list[torch.Tensor] = []
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._bare_norm: torch.Tensor | None = None
         self._denominator = 1.0
 
     def __call__(self, batch: dict[str, Any]) -> torch.Tensor:
@@ -102,6 +104,9 @@ class ClusterEngine:
             whether an optimizer step was due; its sums are then ready in `last_record`.
         """
         boundary = self.engine.is_gradient_accumulation_boundary()
+        if boundary and self.engine.optimizer is self.engine.basic_optimizer:  # DeepSpeed keeps no norm for a bare optimizer
+            gradients = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
+            self._bare_norm = torch.nn.utils.get_total_norm(gradients)
         self.engine.step()
         if boundary:
             dist.all_reduce(self._sums)  # collective
@@ -133,9 +138,14 @@ class ClusterEngine:
 
     @property
     def grad_norm(self) -> float | None:
-        """l2 norm of the last step's gradient before clipping, as DeepSpeed reports it."""
-        norm = self.engine.get_global_grad_norm()
+        """l2 norm of the last step's gradient before clipping."""
+        norm = self._bare_norm if self._bare_norm is not None else self.engine.get_global_grad_norm()
         return None if norm is None else float(norm)
+
+    @property
+    def step_applied(self) -> bool:
+        """False when DeepSpeed left the last optimizer step out because a gradient was not finite."""
+        return bool(self.engine.was_step_applied())
 
     @property
     def lr(self) -> float:
@@ -192,6 +202,8 @@ def initialize(
     """
     build_cpu_communication()
     deepspeed.init_distributed(verbose=False)
+    if on_gpu():  # DeepSpeed would do so only inside initialize(), after our first collective
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     world_size = dist.get_world_size()
     config = with_batch_arithmetic(config, world_size)
     schedule = Schedule(

@@ -26,9 +26,14 @@ def read_json(path: Path) -> Any:
 
 def write_json(path: Path, value: Any) -> None:
     """Replace a JSON file atomically."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a text file atomically."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
-        temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
         fsync(temporary)
         os.replace(temporary, path)
     finally:
@@ -50,6 +55,16 @@ def is_committed(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
+def require_ours(folder: Path) -> None:
+    """Refuse to replace a folder that `commit_folder` has not made.
+
+    Raises:
+        ValueError: naming the folder.
+    """
+    if folder.exists() and not is_committed(folder):
+        raise ValueError(f"{folder} is there, but was not made by cluster-ds: choose another --output_dir, or move it away")
+
+
 @contextmanager
 def commit_folder(folder: Path, manifest: dict[str, Any], replace: bool = False) -> Iterator[Path]:
     """Fill a folder that appears only when everything in it is on disk.
@@ -62,6 +77,8 @@ def commit_folder(folder: Path, manifest: dict[str, Any], replace: bool = False)
         manifest: written last, as `manifest.json`; entries that the caller adds while filling are included.
         replace: whether a finished folder gives way (a new export) or stays (a cache).
     """
+    if replace:
+        require_ours(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(folder)
     part = folder.with_name(f"{folder.name}.{_owner()}.part")

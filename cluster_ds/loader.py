@@ -104,7 +104,8 @@ class ClusterLoader:
         """Micro-batches from the current position to the end of the last epoch."""
         numbers = range(self._position, len(self.batches))
         for batch in DataLoader(
-            self.batches, batch_size=None, sampler=numbers, num_workers=self.num_workers, pin_memory=self.pin_memory
+            self.batches, batch_size=None, sampler=numbers, num_workers=self.num_workers, pin_memory=self.pin_memory,
+            generator=torch.Generator(),  # its own: a draw from the global one would break bit-exact resume
         ):
             self._position += 1
             yield batch

@@ -23,8 +23,9 @@ def model_folder(section: ModelSection) -> Path:
     """
     name = resolve_model(section.name_or_path)
     if Path(name).is_dir():
-        if not (Path(name) / "config.json").is_file():
-            raise ValueError(f"model folder {name} has no config.json")
+        for needed in ("config.json", "*.safetensors or *.bin"):
+            if not any(path for pattern in needed.split(" or ") for path in Path(name).glob(pattern)):
+                raise ValueError(f"model folder {name} has no {needed}")
         return Path(name)
     if name.startswith((".", "/", "~")):
         raise ValueError(f"model folder {name} does not exist")
@@ -32,7 +33,10 @@ def model_folder(section: ModelSection) -> Path:
 
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
     try:
-        return Path(snapshot_download(name, revision=section.revision, allow_patterns=patterns))
+        folder = Path(snapshot_download(name, revision=section.revision, allow_patterns=patterns))
+        if not any(folder.glob("*.safetensors")):  # an old repository
+            snapshot_download(name, revision=section.revision, allow_patterns=["*.bin"])
+        return folder
     except Exception as error:  # gated, offline, misspelt: the library raises a type for each
         raise ValueError(
             f"model {name!r} is neither a folder nor to be had from the hub: {error}\nFor gated models accept the licence "

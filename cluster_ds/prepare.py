@@ -15,7 +15,7 @@ import torch
 
 from .distributed import Ranks
 from .embedded import resolve_data
-from .files import is_committed
+from .files import is_committed, require_ours
 from .models import load_model, load_tokenizer, model_folder, model_hash, pad_token_id
 from .plan import Plan, make_plan
 from .proxy import extract, proxy_key, read_proxies
@@ -86,7 +86,7 @@ def prepare(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Prepared:  # coll
     Raises:
         ValueError: if a plan is there that was made from something else, naming what differs.
     """
-    base = ranks.on_main(lambda: model_folder(recipe.model))
+    base = ranks.on_every_node(lambda: model_folder(recipe.model))
     tokenizer = load_tokenizer(base)
     seconds = {}
 
@@ -108,6 +108,7 @@ def prepare(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Prepared:  # coll
     }
     settings = plan_settings(recipe, ranks.world_size)
     plan_folder = output_dir / "plan"
+    ranks.on_main(lambda: require_ours(plan_folder))
     if ranks.on_main(lambda: is_committed(plan_folder)):
         ranks.on_main(lambda: _require_match(plan_folder, provenance, settings))
         plan = Plan.read(plan_folder)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
-from .distributed import MainRankError, Ranks, ranks_of_job
+from .distributed import PeerError, Ranks, ranks_of_job
 from .files import read_json, write_json
 from .models import load_model, load_tokenizer, model_hash, pad_token_id
 from .prepare import Prepared, cache_dir, extraction_dtype, prepare_tokens
@@ -21,6 +23,8 @@ from .proxy import held_out_loss
 from .recipe import Recipe, add_recipe_arguments, recipe_from_args
 from .tokens import TokenTable
 from .training import TrainResult
+
+_held: list[IO[str]] = []  # lock files of this process, open until it ends
 
 
 def launch(parser: argparse.ArgumentParser, work: Callable[[Recipe, Path, Ranks], None]) -> None:
@@ -38,10 +42,10 @@ def launch(parser: argparse.ArgumentParser, work: Callable[[Recipe, Path, Ranks]
     try:
         with ranks_of_job() as ranks:
             work(recipe, output_dir, ranks)
-    except (ValueError, FileNotFoundError, PermissionError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
-    except MainRankError:  # rank 0 says why
+    except PeerError:  # that rank says why
         sys.exit(2)
     except KeyboardInterrupt:
         if rank == 0:
@@ -50,14 +54,31 @@ def launch(parser: argparse.ArgumentParser, work: Callable[[Recipe, Path, Ranks]
 
 
 def open_run(recipe: Recipe, output_dir: Path, ranks: Ranks) -> None:  # collective
-    """Make the run's folder and save the resolved recipe in it."""
+    """Make the run's folder and hold it: a second job in it is refused while this one runs.
+
+    Raises:
+        ValueError: if another job holds it, or a node does not see it.
+    """
+    lock = output_dir / ".lock"
 
     def work() -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
-        (output_dir / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+        file = lock.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the kernel when this process ends
+        except BlockingIOError:
+            file.seek(0)
+            raise ValueError(f"{output_dir} is in use by {file.read()}: wait, or choose another --output_dir") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        _held.append(file)
         ranks.print(f"[run] recipe {recipe.name}, {ranks.world_size} ranks on {ranks.device.type}, folder {output_dir}")
 
     ranks.on_main(work)
+    blind = [rank for rank, sees in enumerate(ranks.gather(lock.is_file())) if not sees]
+    if blind:
+        raise ValueError(f"ranks {blind} do not see {output_dir}: put it on a file system that all nodes share")
 
 
 def held_out_tokens(recipe: Recipe, output_dir: Path, ranks: Ranks) -> TokenTable | None:  # collective

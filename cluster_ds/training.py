@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,11 +17,11 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, get_scheduler
 from transformers.integrations import HfDeepSpeedConfig
 
-from .checkpoint import export_model, find_checkpoint, load_checkpoint, save_checkpoint
+from .checkpoint import export_model, find_checkpoint, load_checkpoint, release, save_checkpoint
 from .distributed import Ranks, ensure_process_group
 from .ds_config import resolve_config, zero_stage
 from .engine import ClusterEngine, StepRecord, initialize
-from .files import is_committed, read_json
+from .files import is_committed, read_json, require_ours, write_text
 from .loader import ClusterLoader
 from .models import load_model, pad_token_id
 from .plan import Plan
@@ -65,6 +66,7 @@ def train(recipe: Recipe, prepared: Prepared, output_dir: Path, ranks: Ranks) ->
         ranks.print(f"[train] reused the finished model {model_folder}")
         return TrainResult(model_folder, num_steps, 0.0, True)
     step = ranks.on_main(lambda: _resume_step(output_dir, identity, recipe.train, ranks))
+    ranks.on_main(lambda: write_text(output_dir / "recipe.yaml", recipe.to_yaml()))
 
     ensure_process_group(ranks)
     started = time.perf_counter()
@@ -75,12 +77,12 @@ def train(recipe: Recipe, prepared: Prepared, output_dir: Path, ranks: Ranks) ->
     _loop(recipe.train, engine, loader, output_dir, identity, ranks)
     dtype = getattr(torch, recipe.train.export_dtype)
     export_model(engine, prepared.tokenizer, model_folder, dtype, exported, ranks)
-    engine.engine.destroy()
+    release(engine)  # the exported model is about to be loaded for evaluation
     ranks.print(f"[train] exported and reloaded {model_folder}")
     return TrainResult(model_folder, num_steps, time.perf_counter() - started, False)
 
 
-def census(output_dir: Path, plan: Plan) -> list[str]:
+def census(output_dir: Path, plan: Plan, num_steps: int) -> list[str]:
     """Count, from what every step recorded, how often each kept sample was trained on.
 
     Returns:
@@ -88,7 +90,10 @@ def census(output_dir: Path, plan: Plan) -> list[str]:
     Raises:
         ValueError: if a kept sample was not seen exactly once in a finished epoch.
     """
-    steps = [json.loads(line) for line in (output_dir / "census.jsonl").read_text().splitlines()]
+    path = output_dir / "census.jsonl"
+    steps = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    if [entry["step"] for entry in steps] != list(range(1, num_steps + 1)):
+        return [f"{path} does not hold each of {num_steps} steps once: it was changed after the run, so nothing is counted"]
     lines = []
     for epoch in sorted({entry["epoch"] for entry in steps}):
         rows = np.array([row for entry in steps if entry["epoch"] == epoch for row in entry["rows"]], dtype=np.int64)
@@ -145,6 +150,7 @@ def _identity(recipe: Recipe, plan: Plan, config: dict[str, Any]) -> dict[str, A
 
 def _resume_step(output_dir: Path, identity: dict[str, Any], train: TrainSection, ranks: Ranks) -> int:
     """Steps that a whole checkpoint of this very run has done; 0 to begin."""
+    require_ours(output_dir / "model")
     folder = output_dir / "checkpoints"
     found = find_checkpoint(folder)
     ranks.print(*(f"[train] {note}" for note in found.notes))
@@ -229,14 +235,17 @@ def _loop(
         if log is not None:
             log.write(step, record, lr, engine.grad_norm, now - started, waited)
             bar.set_postfix(loss=f"{record.loss:.3f}", tok_s=f"{record.num_tokens / (now - started):.0f}", refresh=False)
-        if not math.isfinite(record.loss):
+        if not (math.isfinite(record.loss) and math.isfinite(engine.grad_norm or 0.0) and engine.step_applied):
             raise ValueError(
-                f"loss {record.loss} at step {step + 1} on samples {[schedule.plan.ids[r] for r in record.rows[:8]]}: the "
-                "last checkpoint is kept; lower train.lr"
+                f"step {step + 1}: loss {record.loss}, gradient norm {engine.grad_norm} on samples "
+                f"{[schedule.plan.ids[r] for r in record.rows[:8]]}, ...: nothing was saved since the last checkpoint; look "
+                "at these samples, or start again with a lower train.lr in another --output_dir"
             )
         step, started, waited = step + 1, time.perf_counter(), 0.0
         bar.update()
         if step % train.checkpoint_every == 0 or step == schedule.num_steps:
+            if log is not None:
+                log.sync()  # a checkpoint never knows of steps that the log does not
             state = {"identity": identity, "micro_batch_size": train.micro_batch_size}
             save_checkpoint(engine, output_dir / "checkpoints", step, state, ranks, train.keep_checkpoints)  # collective
             started = time.perf_counter()
@@ -284,6 +293,10 @@ class _Log:
                 f"grad norm {grad_norm if grad_norm is not None else float('nan'):.3f}  {entry['tokens_per_s']:.0f} tokens/s"
             )
 
+    def sync(self) -> None:
+        for file in self.files.values():
+            os.fsync(file.fileno())
+
     def close(self) -> None:
         for file in self.files.values():
             file.close()
@@ -302,5 +315,5 @@ class _Log:
                 continue
             if entry["step"] <= first:
                 kept.append(line + "\n")
-        path.write_text("".join(kept))
+        write_text(path, "".join(kept))
         return path.open("a")

@@ -12,6 +12,6 @@ cds_train() {
     local -a ranks=()
     # Without GPUs DeepSpeed would start one rank per NUMA node; with GPUs it takes the visible ones.
     [ -n "${NUM_CPU_RANKS:-}" ] && ranks=(--num_gpus "$NUM_CPU_RANKS")
-    deepspeed "${ranks[@]}" --master_port "${MASTER_PORT:-$(cds_free_port)}" \
+    "$PYTHON" -m deepspeed.launcher.runner "${ranks[@]}" --master_port "${MASTER_PORT:-$(cds_free_port)}" \
         "$CLUSTER_DS_HOME/launch/train.py" --recipe "$recipe" "$@"
 }

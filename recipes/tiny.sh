@@ -5,6 +5,7 @@ set -euo pipefail
 CLUSTER_DS_HOME="${CLUSTER_DS_HOME:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}"
 export CLUSTER_DS_HOME
 . "$CLUSTER_DS_HOME/launch/setup.sh"
+cds_setup
 . "$CLUSTER_DS_HOME/launch/job.sh"
 
 export DS_ACCELERATOR=cpu

@@ -2,5 +2,6 @@
 # Set up and run the tests: bash tests/run.sh [pytest arguments]. Without arguments everything but GPU tests.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-. launch/setup.sh --dev --quickstart
+. launch/setup.sh
+cds_setup --dev --quickstart
 exec "$PYTHON" -m pytest "$@"

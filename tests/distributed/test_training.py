@@ -1,6 +1,7 @@
 """prepare() and train() of a small recipe on two ranks: every precision, ZeRO stage and optimizer, exported and reloaded."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ RUNS = {  # name: (tied embeddings, overrides)
     "autocast": (True, ["deepspeed.config=zero0", "train.precision=bf16_autocast", "train.optimizer=adafactor"]),
     "pure_bf16": (True, ["deepspeed.config=zero0", "train.precision=pure_bf16", "train.optimizer=adafactor"]),
     "checkpointing": (True, ["deepspeed.config=zero2", "train.precision=fp32", "train.gradient_checkpointing=true"]),
+    "dropout": ("dropout", ["deepspeed.config=zero2", "train.precision=fp32"]),
     "workers": (True, ["deepspeed.config=zero2", "train.precision=fp32", "train.num_workers=2"]),
 }
 RECIPE = """\
@@ -41,9 +43,16 @@ train:
   warmup_ratio: 0.3
   gradient_checkpointing: false
   export_dtype: float32
-  checkpoint_every: 100
+  checkpoint_every: 3
+  keep_checkpoints: 10
   num_workers: 0
 """
+
+
+def model_of(tied):
+    """Tied, untied, or tied with dropout, whose random numbers a resumed run must draw again."""
+    changes = {"attention_dropout": 0.3} if tied == "dropout" else {}
+    return tiny_llama(vocab_size=259, tie_word_embeddings=bool(tied), **changes)
 
 
 def write_recipe(folder, tied):
@@ -51,7 +60,8 @@ def write_recipe(folder, tied):
 
     tokenizer = byte_tokenizer()
     model = folder / f"model_{tied}"
-    tiny_llama(vocab_size=len(tokenizer), tie_word_embeddings=tied).save_pretrained(model)
+    assert len(tokenizer) == 259
+    model_of(tied).save_pretrained(model)
     tokenizer.save_pretrained(model)
     data = folder / "data.jsonl"
     rows = [{"instruction": f"count to {i}", "response": " ".join(map(str, range(i % 9 + 1)))} for i in range(40)]
@@ -76,16 +86,29 @@ def run_all(rank, world, folder, recipes):
         recipe = load_recipe(recipes[tied], overrides)
         output = Path(folder, name)
         prepared = prepare(recipe, output, ranks)
-        train(recipe, prepared, output, ranks)
-        lines[name] = census(output, prepared.plan)
-        gc.collect()
+        result = train(recipe, prepared, output, ranks)
+        lines[name] = ranks.on_main(lambda o=output, p=prepared, r=result: census(o, p.plan, r.num_steps))
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in gc.get_objects() if torch.is_tensor(t)}
+        lines[name].append(sum(held.values()))
+        again = Path(folder, f"{name}_resumed")
+        ranks.on_main(lambda o=output, a=again: forget_the_end(o, a))
+        train(recipe, prepared, again, ranks)
     return lines
+
+
+def forget_the_end(output, again):
+    """A copy of the run as it was after step 3."""
+    shutil.copytree(output, again)
+    shutil.rmtree(again / "model")
+    for path in sorted((again / "checkpoints").glob("step-*"))[1:]:
+        shutil.rmtree(path)
+    assert (again / "checkpoints" / "step-00000003" / "manifest.json").is_file()
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    recipes = {tied: write_recipe(folder, tied) for tied in (True, False)}
+    recipes = {tied: write_recipe(folder, tied) for tied in (True, False, "dropout")}
     lines = run_on_ranks(run_all, 2, str(folder), recipes)[0]
     return folder, lines
 
@@ -102,14 +125,30 @@ def reload(folder, name):
 def test_export(runs, name):
     folder, lines = runs
     model = reload(folder, name)
-    tied = RUNS[name][0]
+    tied = bool(RUNS[name][0])
     assert model.config.tie_word_embeddings == tied and model.dtype == torch.float32
     shared = model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     assert shared == tied
-    start = dict(tiny_llama(vocab_size=model.config.vocab_size, tie_word_embeddings=tied).named_parameters())
+    start = dict(model_of(tied).named_parameters())
     moved = torch.cat([(p - start[n]).flatten() for n, p in model.named_parameters()]).norm()
     assert torch.isfinite(moved) and moved > 1e-2
-    assert len(lines[name]) == 2 and "each of" in lines[name][0]  # the census of both epochs
+    *census_lines, held = lines[name]
+    assert len(census_lines) == 2 and all("each of" in line for line in census_lines)
+    assert held < 0.5 * sum(p.nbytes for p in model.parameters())  # engine and weights are gone after training
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_resumed_behind_step_3_ends_with_the_same_bits(runs, name):
+    """Optimizer statistics in their own dtype, random numbers, schedule and position, for every kind of engine."""
+    folder, _ = runs
+    files = [folder / run / "model" / "model.safetensors" for run in (name, f"{name}_resumed")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    logs = [[json.loads(line) for line in (folder / run / "log.jsonl").read_text().splitlines()]
+            for run in (name, f"{name}_resumed")]  # fmt: skip
+    assert [(e["step"], e["loss"], e["lr"], e["grad_norm"]) for e in logs[0]] == [
+        (e["step"], e["loss"], e["lr"], e["grad_norm"]) for e in logs[1]
+    ]
+    assert all(e["grad_norm"] > 0 for e in logs[0])
 
 
 @pytest.mark.parametrize(
@@ -124,8 +163,7 @@ def test_settings_that_must_not_change_what_is_learnt(runs, name, like, toleranc
     """Relative to the update; bf16's weights are exported after rounding, which the update of so few steps feels."""
     folder, _ = runs
     a, b = dict(reload(folder, name).named_parameters()), dict(reload(folder, like).named_parameters())
-    start = dict(tiny_llama(vocab_size=a["model.embed_tokens.weight"].shape[0],
-                            tie_word_embeddings=RUNS[name][0]).named_parameters())  # fmt: skip
+    start = dict(model_of(RUNS[name][0]).named_parameters())
     difference = torch.cat([(a[n] - b[n]).flatten() for n in b]).norm()
     update = torch.cat([(b[n] - start[n]).flatten() for n in b]).norm()
     assert difference <= tolerance * update, float(difference / update)
