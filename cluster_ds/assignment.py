@@ -23,7 +23,7 @@ from scipy.optimize import minimize
 _COLD, _WARM = (0.3, 0.075, 0.02, 0.005), (0.005,)
 _FINAL = (1e-3, 2e-4)
 _SAMPLE = 20_000  # rows that find the rough prices
-_FROZEN = 40.0  # a row whose runner-up is this many temperatures away no longer moves
+_COUNT_ERROR = 0.3  # points; what is left is repaired exactly
 
 
 @dataclass(frozen=True)
@@ -98,35 +98,29 @@ def _smoothed_prices(costs: np.ndarray, lo: np.ndarray, hi: np.ndarray, warm: np
 def _maximise_dual(costs: np.ndarray, lo: np.ndarray, hi: np.ndarray, p: np.ndarray, eps: float) -> np.ndarray:
     """One temperature; costs above their row's minimum, in standard deviations.
 
-    The two halves of each price are non-negative variables, so that the kink at 0 is a bound.
+    The two halves of each price are non-negative variables, so that the kink at 0 is a bound. They are counted in
+    temperatures: L-BFGS-B measures convergence by the lesser of gradient and distance to a bound, in the variables' unit.
     """
     k = costs.shape[1]
-    priced = costs + p
-    best_two = np.partition(priced, 1, axis=1)[:, :2]
-    live = best_two[:, 1] - best_two[:, 0] < _FROZEN * eps
-    frozen = np.bincount(priced[~live].argmin(axis=1), minlength=k)
-    moving = costs[live]
 
     def negative_dual(x: np.ndarray) -> tuple[float, np.ndarray]:
-        q = x[:k] - x[k:]
-        z = (moving + q) / -eps
+        z = (costs / eps + (x[:k] - x[k:])) * -1.0
         top = z.max(axis=1, keepdims=True)
         np.exp(z - top, out=z)
         total = z.sum(axis=1, keepdims=True)
         z /= total
-        smooth_min = -eps * (np.log(total) + top).sum()
-        counts = z.sum(axis=0) + frozen
-        value = smooth_min + frozen @ q - hi @ x[:k] + lo @ x[k:]
+        counts = z.sum(axis=0)
+        value = -(np.log(total) + top).sum() - hi @ x[:k] + lo @ x[k:]
         return -value, np.concatenate([hi - counts, counts - lo])
 
     # No useful price exceeds the costs' range; the bound stops a drift where equal shifts of all prices change nothing.
-    limit = float(costs.max())
-    start = np.minimum(np.concatenate([np.maximum(p, 0), np.maximum(-p, 0)]), limit)
+    limit = float(costs.max()) / eps
+    start = np.minimum(np.concatenate([np.maximum(p, 0), np.maximum(-p, 0)]) / eps, limit)
     found = minimize(
         negative_dual, start, jac=True, method="L-BFGS-B", bounds=[(0, limit)] * (2 * k),
-        options={"maxiter": 60, "ftol": 1e-15, "gtol": max(1e-4 * len(costs) / k, 0.3)},
+        options={"maxiter": 100, "ftol": 1e-14, "gtol": _COUNT_ERROR},
     )
-    return found.x[:k] - found.x[k:]
+    return (found.x[:k] - found.x[k:]) * eps
 
 
 def _repair(costs: np.ndarray, p: np.ndarray, lo: np.ndarray, hi: np.ndarray, labels: np.ndarray) -> np.ndarray:

@@ -3,8 +3,9 @@
 Shapes: N samples, H features, K clusters. Source: arXiv 2609.12584, section 4.1 (K-means with |C_c| <= alpha N / K); the
 lower bound is ours, because the smallest cluster decides how much of the data can be kept.
 
-The search (k-means++ restarts) runs on a random projection; Lloyd's iterations, the bounded assignment and the distances
-use the full vectors, a block of rows at a time. One thread computes, so that labels do not depend on the machine's count.
+The search (k-means++ restarts, Lloyd's iterations within the bounds) runs on a random projection; a few last passes, the
+labels and the distances use the full vectors, a block of rows at a time. One thread computes, so that labels do not depend
+on the machine's count.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ _BLOCK = 4096  # rows converted to float64 at a time
 _SEARCH_ROWS = 50_000
 _SEARCH_DIM = 256
 _MAX_ITERATIONS = 100
+_FULL_PASSES = 3  # over the full vectors, behind a search in the projection
+_TOLERANCE = 1e-7  # relative decrease of the cost
 
 
 @dataclass(frozen=True)
@@ -127,34 +130,52 @@ def cluster(
 def _fit(
     features: np.ndarray, k: int, floor: int, cap: int, seed: int, num_restarts: int
 ) -> tuple[np.ndarray, np.ndarray, Assignment]:
+    """Search where it is cheap, then a few passes over the full vectors."""
+    bounds = (np.full(k, floor), np.full(k, cap))
+    free = (np.zeros(k, dtype=np.int64), np.full(k, len(features)))
+    points = _project(features, seed)
+    found = _search(points, k, bounds, free, seed, num_restarts)
+    if points is features:
+        return found
+    for limits in (free, bounds) if _within(found[1], bounds) else (bounds,):
+        start = _means(features, found[1], k)
+        polished = _lloyd(features, start, limits[0], limits[1], _FULL_PASSES)
+        if _within(polished[1], bounds):
+            return polished
+    raise AssertionError("the bounded assignment broke its bounds")
+
+
+def _search(
+    points: np.ndarray, k: int, bounds: tuple[np.ndarray, np.ndarray], free: tuple[np.ndarray, np.ndarray], seed: int,
+    num_restarts: int,
+) -> tuple[np.ndarray, np.ndarray, Assignment]:
     """Free K-means first; only if a bound is broken, the bounded loop from two starts."""
-    lo, hi = np.full(k, floor), np.full(k, cap)
-    free_lo, free_hi = np.zeros(k, dtype=np.int64), np.full(k, len(features))
-    projected = _project(features, seed)
     rng = np.random.default_rng((seed, 1))
-    rows = np.sort(rng.permutation(len(features))[:_SEARCH_ROWS])
-    search = KMeans(k, n_init=num_restarts, random_state=seed, algorithm="lloyd").fit(projected[rows])
-    start = _means(features, search.predict(projected), k)
-    centroids, labels, solution = _lloyd(features, start, free_lo, free_hi)
-    sizes = np.bincount(labels, minlength=k)
-    if sizes.min() >= floor and sizes.max() <= cap:
-        return centroids, labels, solution
-    _, seeds = kmeans_plusplus(projected[rows], k, random_state=seed)
-    starts = [centroids, features[rows[seeds]].astype(np.float64)]
-    return min((_lloyd(features, c, lo, hi) for c in starts), key=lambda found: found[2].cost)
+    rows = np.sort(rng.permutation(len(points))[:_SEARCH_ROWS])
+    sample = points[rows].astype(np.float64)
+    search = KMeans(k, n_init=num_restarts, random_state=seed, algorithm="lloyd").fit(sample)
+    found = _lloyd(points, search.cluster_centers_, *free)
+    if _within(found[1], bounds):
+        return found
+    _, seeds = kmeans_plusplus(sample, k, random_state=seed)
+    return min((_lloyd(points, c, *bounds) for c in (found[0], sample[seeds])), key=lambda f: f[2].cost)
+
+
+def _within(labels: np.ndarray, bounds: tuple[np.ndarray, np.ndarray]) -> bool:
+    sizes = np.bincount(labels, minlength=len(bounds[0]))
+    return bool((sizes >= bounds[0]).all() and (sizes <= bounds[1]).all())
 
 
 def _lloyd(
-    features: np.ndarray, centroids: np.ndarray, lo: np.ndarray, hi: np.ndarray
+    features: np.ndarray, centroids: np.ndarray, lo: np.ndarray, hi: np.ndarray, max_iterations: int = _MAX_ITERATIONS
 ) -> tuple[np.ndarray, np.ndarray, Assignment]:
-    """Assign and average until the labels stand still; the labels are optimal for the returned centroids."""
+    """Assign and average until the cost stands still; the labels are optimal for the returned centroids."""
     solution = assign(_squared_distances(features, centroids), lo, hi)
-    for _ in range(_MAX_ITERATIONS):
+    for _ in range(max_iterations):
         previous = solution
         centroids = _means(features, solution.labels, len(centroids))
-        costs = _squared_distances(features, centroids)
-        solution = assign(costs, lo, hi, previous.prices)
-        if np.array_equal(solution.labels, previous.labels):
+        solution = assign(_squared_distances(features, centroids), lo, hi, previous.prices)
+        if previous.cost - solution.cost <= _TOLERANCE * previous.cost:
             break
     return centroids, solution.labels, solution
 
@@ -203,10 +224,10 @@ def _blocks(features: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def _project(features: np.ndarray, seed: int) -> np.ndarray:
-    """float32 [N, at most _SEARCH_DIM], distances kept to about 1 / sqrt(_SEARCH_DIM)."""
+    """float32 [N, _SEARCH_DIM], distances kept to about 1 / sqrt(_SEARCH_DIM); small features as they are."""
     dim = features.shape[1]
     if dim <= _SEARCH_DIM:
-        return features.astype(np.float32)
+        return features
     matrix = np.random.default_rng((seed, 0)).standard_normal((dim, _SEARCH_DIM)) / np.sqrt(_SEARCH_DIM)
     return np.concatenate([(block @ matrix).astype(np.float32) for _, block in _blocks(features)])
 

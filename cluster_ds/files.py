@@ -31,13 +31,8 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Replace a text file atomically."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        fsync(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with commit_file(path) as part:
+        part.write_text(text, encoding="utf-8")
     fsync(path.parent)
 
 
@@ -105,6 +100,19 @@ def commit_folder(folder: Path, manifest: dict[str, Any], replace: bool = False)
         shutil.rmtree(part, ignore_errors=True)
 
 
+@contextmanager
+def commit_file(path: Path) -> Iterator[Path]:
+    """Write a file beside its place and rename it when it is on disk; several processes may write the same file."""
+    _remove_leftovers(path)
+    part = path.with_name(f"{path.name}.{_owner()}.part")
+    try:
+        yield part
+        fsync(part)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def _owner() -> str:
     return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
 
@@ -114,7 +122,7 @@ def _remove_leftovers(folder: Path) -> None:
     for part in folder.parent.glob(f"{folder.name}.{host}-*.part"):
         pid = part.name[len(folder.name) + 1 + len(host) + 1 :].split("-")[0]
         if pid.isdigit() and not _is_alive(int(pid)):
-            shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(part, ignore_errors=True) if part.is_dir() else part.unlink(missing_ok=True)
 
 
 def _is_alive(pid: int) -> bool:

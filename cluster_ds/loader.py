@@ -56,7 +56,8 @@ class MicroBatches(Dataset):
         if supervised != plan.num_supervised_tokens[row]:
             raise ValueError(
                 f"sample {plan.ids[row]} has {supervised} supervised tokens, the plan says "
-                f"{plan.num_supervised_tokens[row]}: the plan belongs to other tokens, make it again"
+                f"{plan.num_supervised_tokens[row]}: make the plan from these tokens (make_plan's num_supervised_tokens, "
+                "lengths - 1 by default, counts the labels behind the first position)"
             )
         return sample
 

@@ -34,6 +34,7 @@ COLUMNS = {
     "loss": pa.float32(),  # mean token loss before training; NaN where unknown
 }
 _MIN_COSINE = 0.99
+_BLOCK = 4096  # rows converted to float64 at a time
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,11 @@ class Plan:
         remedy = f"delete {folder} and run launch/preprocess.py again"
         if not (folder / MANIFEST).is_file():
             raise ValueError(f"no plan at {folder}: run launch/preprocess.py first")
-        manifest = read_json(folder / MANIFEST)
+        try:
+            manifest = read_json(folder / MANIFEST)
+            manifest["table_hash"], manifest["plan_hash"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"plan {folder} is damaged: {MANIFEST} is not readable: {remedy}") from None
         if manifest.get("format") != FORMAT:
             raise ValueError(f"plan {folder} has format {manifest.get('format')}, this version reads {FORMAT}: {remedy}")
         if not (folder / TABLE).is_file() or hash_files([folder / TABLE]) != manifest["table_hash"]:
@@ -136,7 +141,7 @@ class Plan:
         ]
         if "bias" in m:
             lines.append(
-                f"mean proxy of the weighted selection is off by {m['bias']['relative_shift']:.3f} of the full mean; "
+                f"mean proxy of what is trained is off by {m['bias']['relative_shift']:.3f} of the full mean; "
                 f"cosine of cluster means {min(m['bias']['cosines']):.4f} or more; correlation of distance with "
                 f"length {m['distance_length_correlation']:+.2f}"
             )
@@ -186,14 +191,22 @@ def make_plan(
     if (supervised < 1).any():
         at = int(np.argmax(supervised < 1))
         raise ValueError(f"sample {ids[at]} has no supervised token: exclude such rows before making a plan")
-    norms = np.linalg.norm(features.astype(np.float64), axis=1)
+    if not all(isinstance(i, str) for i in ids):
+        raise ValueError("sample ids must be text")
+    if losses is not None and len(losses) != len(ids):
+        raise ValueError(f"{len(losses)} losses for {len(ids)} samples")
+    if num_clusters < 1:
+        raise ValueError(f"num_clusters is {num_clusters}: at least 1")
+    if not np.issubdtype(features.dtype, np.floating):
+        features = features.astype(np.float32)
+    norms = np.concatenate([_norms(features[i : i + _BLOCK]) for i in range(0, len(features), _BLOCK)])
     usable = np.flatnonzero(norms != 0)  # NaN passes here and is named by the clustering
     if len(usable) == 0:
         raise ValueError(f"all {len(ids)} features are zero vectors")
     names = np.asarray(ids)[usable]
     points = features[usable]
-    if normalize:
-        points = (points / norms[usable, None]).astype(features.dtype)
+    for start in range(0, len(points), _BLOCK) if normalize else ():
+        points[start : start + _BLOCK] /= norms[usable[start : start + _BLOCK], None]
     clusters = cluster(points, num_clusters, alpha=alpha, min_fraction=min_fraction, seed=seed,
                        num_restarts=num_restarts, ids=names)
     selection = select(clusters.labels, clusters.distances, names, choice=choice, balance=balance, ratio=ratio,
@@ -204,7 +217,7 @@ def make_plan(
         out[usable] = values
         return out
 
-    shift, cosines = selection_bias(points, clusters.labels, selection.kept)
+    shift, cosines = selection_bias(points, selection, clusters.labels)
     kept_weights = selection.weights[selection.kept]
     labels = spread(clusters.labels, -1, np.int32)
     manifest = {
@@ -230,6 +243,10 @@ def make_plan(
         kept=spread(selection.kept, False, bool), num_tokens=lengths, num_supervised_tokens=supervised,
         loss=np.asarray(np.full(len(ids), np.nan) if losses is None else losses, dtype=np.float32), manifest=manifest,
     )
+
+
+def _norms(block: np.ndarray) -> np.ndarray:
+    return np.linalg.norm(block.astype(np.float64), axis=1)
 
 
 def _correlation(a: np.ndarray, b: np.ndarray) -> float:

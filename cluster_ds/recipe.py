@@ -10,7 +10,7 @@ import argparse
 import difflib
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -21,7 +21,7 @@ RECIPES_DIR = Path(__file__).resolve().parent.parent / "recipes"
 class Section(BaseModel):
     """A strict section: no unknown keys, no silent conversion of types."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
@@ -80,7 +80,7 @@ class TrainSection(Section):
     optimizer: Literal["adamw", "adafactor"] = "adamw"
     lr: float = Field(gt=0)
     weight_decay: float = Field(0.0, ge=0)
-    betas: list[float] = Field([0.9, 0.999], min_length=2, max_length=2)
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field([0.9, 0.999], min_length=2, max_length=2)
     eps: float = Field(1e-8, gt=0)
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     warmup_steps: int | None = Field(None, ge=0)

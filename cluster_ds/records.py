@@ -18,11 +18,12 @@ from .templates import EMPTY_INPUTS, user_text
 # format -> our field -> the column it is read from
 FORMATS: dict[str, dict[str, str]] = {
     "oss_instruct": {"instruction": "problem", "response": "solution"},
-    "instruction_response": {"instruction": "instruction", "response": "response"},
+    "instruction_response": {"instruction": "instruction", "input": "input", "response": "response"},
     "alpaca": {"instruction": "instruction", "input": "input", "response": "output"},
     "messages": {"messages": "messages"},
 }
 OSS_INSTRUCT_PREFIX = "Write a solution to the following coding problem:\n"  # magicoder's preprocess_data.py
+_FILE_SUFFIXES = (".json", ".jsonl", ".gz", ".csv", ".parquet", ".arrow", ".txt")
 ROLES = ("system", "user", "assistant")
 
 
@@ -46,6 +47,7 @@ class ReadReport:
     num_rows: int = 0
     num_empty: int = 0
     num_duplicates: int = 0
+    num_unanswered: int = 0
     format: str = ""
     columns: dict[str, str] = field(default_factory=dict)
     bad: dict[str, list[int]] = field(default_factory=dict)  # kind -> row numbers, counted from 1
@@ -63,6 +65,8 @@ class ReadReport:
             out.append(f"{self.num_empty} rows excluded: empty response")
         if self.num_duplicates:
             out.append(f"{self.num_duplicates} rows repeat an earlier row; they are kept")
+        if self.num_unanswered:
+            out.append(f"{self.num_unanswered} turns behind the last answer left out")
         for kind, rows in self.bad.items():
             shown = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
             out.append(f"{len(rows)} bad rows: {kind} (rows {shown})")
@@ -99,9 +103,10 @@ def read_records(
         ValueError: no such source, unknown columns, no usable row, or too many bad rows.
     """
     rows = list(_read_file(Path(source)) if Path(source).is_file() else _read_hub(source, revision, split))
-    if not rows:
+    num_rows = sum(row is not None for row in rows)
+    if not num_rows:
         raise ValueError(f"{source} holds no rows")
-    report = ReadReport(num_rows=len(rows))
+    report = ReadReport(num_rows=num_rows)
     report.format, report.columns = _detect(source, rows, format, columns or {})
     records = _convert(rows, report)
     if report.num_bad > max_bad_fraction * report.num_rows:
@@ -127,12 +132,11 @@ def _read_file(path: Path) -> Iterator[Any]:
     data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     if path.suffix == ".jsonl":
         for line in data.split(b"\n"):
-            if line.strip():
-                yield _parse(line)
+            yield _parse(line) if line.strip() else None
     elif path.suffix == ".json":
         try:
-            rows = json.loads(data.decode("utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            rows = _loads(data.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not a JSON document in UTF-8: {error}; for JSON lines name it .jsonl") from None
         if not isinstance(rows, list):
             raise ValueError(f"{path} holds a JSON {_json_type(rows)}, not a list of rows")
@@ -144,15 +148,22 @@ def _read_file(path: Path) -> Iterator[Any]:
 def _parse(line: bytes) -> Any:
     """A JSON line's value, or the BadRow that says why there is none."""
     try:
-        return json.loads(line.decode("utf-8"))
+        return _loads(line.decode("utf-8"))
     except UnicodeDecodeError:
         return BadRow("not UTF-8")
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return BadRow("not JSON")
 
 
+def _loads(text: str) -> Any:
+    """Parse JSON; numbers keep their spelling, since an answer of 3.10 must not be learnt as 3.1."""
+    return json.loads(text, parse_int=str, parse_float=str, parse_constant=str)
+
+
 def _read_hub(source: str, revision: str | None, split: str) -> Iterator[Any]:
-    if Path(source).suffix or source.startswith((".", "/", "~")):
+    if Path(source).is_dir():
+        raise ValueError(f"{source} is a folder: give a .json or .jsonl file")
+    if Path(source).suffix in _FILE_SUFFIXES or source.startswith((".", "/", "~")):
         raise ValueError(f"data file {source} does not exist")
     import datasets
 
@@ -167,6 +178,8 @@ def _detect(
 ) -> tuple[str, dict[str, str]]:
     """The format's name and its column map with the user's names in it."""
     present = {column for row in rows if isinstance(row, dict) for column in row}
+    if format not in ("auto", *FORMATS):
+        raise ValueError(f"no format {format!r}: auto, {', '.join(FORMATS)}")
     candidates = FORMATS if format == "auto" else {format: FORMATS[format]}
     for name, fields in candidates.items():
         unknown = set(columns) - set(fields)
@@ -187,8 +200,9 @@ def _refuse_empty_prompts(source: str, rows: list[Any], mapping: dict[str, str],
     """A data set whose every instruction is empty is a mapping mistake, not data."""
     column = mapping.get("instruction")
     if column and not any(isinstance(row, dict) and row.get(column) not in (None, "") for row in rows):
+        num_rows = sum(row is not None for row in rows)
         raise ValueError(
-            f"{source}: {column} is empty in {len(rows)} of {len(rows)} rows; the columns are "
+            f"{source}: {column} is empty in {num_rows} of {num_rows} rows; the columns are "
             f"{', '.join(sorted(present))}: map the right one, e.g. data.columns: {{instruction: NAME}}"
         )
 
@@ -198,6 +212,8 @@ def _convert(rows: list[Any], report: ReadReport) -> list[Record]:
     records: list[Record] = []
     to_turns = _messages_turns if report.format == "messages" else _single_turn
     for number, row in enumerate(rows, start=1):
+        if row is None:  # an empty line; it keeps its number
+            continue
         try:
             if isinstance(row, BadRow):
                 raise row
@@ -210,6 +226,9 @@ def _convert(rows: list[Any], report: ReadReport) -> list[Record]:
         if not any(role == "assistant" and text for role, text in turns):
             report.num_empty += 1
             continue
+        while turns[-1][0] != "assistant":  # a question that nobody answers cannot be supervised
+            turns = turns[:-1]
+            report.num_unanswered += 1
         content = _content_id(turns, context)
         occurrence = seen.get(content, 0)
         seen[content] = occurrence + 1
@@ -238,8 +257,6 @@ def _messages_turns(row: dict[str, Any], report: ReadReport) -> tuple[tuple[tupl
         if message["role"] not in ROLES:
             raise BadRow(f"unknown role {message['role']!r}; known: {', '.join(ROLES)}")
         turns.append((message["role"], _text(message, "content")))
-    while turns and turns[-1][0] != "assistant":  # a question nobody answers cannot be supervised
-        turns.pop()
     return tuple(turns), ""
 
 

@@ -67,6 +67,8 @@ class Schedule:
     def __init__(
         self, plan: Plan, *, global_batch_size: int, epochs: int = 1, seed: int = 0, normalization: str = "sample_mean"
     ):
+        if normalization not in ("sample_mean", "token_mean"):
+            raise ValueError(f"normalization {normalization!r}: sample_mean or token_mean")
         self.plan = plan
         self.rows = np.flatnonzero(plan.kept)  # [M]
         self.global_batch_size, self.epochs, self.seed, self.normalization = global_batch_size, epochs, seed, normalization

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+_BLOCK = 4096  # rows converted to float64 at a time
 _SMALL_SHARE = 0.3  # warn when the smallest cluster limits the selection to less than this
 
 
@@ -59,14 +60,20 @@ def quota_per_cluster(sizes: np.ndarray, ratio: float | None, keep: float | None
         ValueError: if the budget is more than equal parts of the smallest cluster can give.
     """
     smallest, total, k = int(sizes.min()), int(sizes.sum()), len(sizes)
+    if ratio is not None and keep is not None:
+        raise ValueError(f"ratio ({ratio}) and keep ({keep}) both set the budget: give one of them")
+    for name, share in (("ratio", ratio), ("keep", keep)):
+        if share is not None and not 0 < share <= 1:
+            raise ValueError(f"{name} {share} is outside (0, 1]")
     if keep is None:
         return max(1, int(np.floor((1.0 if ratio is None else ratio) * smallest + 1e-9)))
     quota = max(1, int(np.floor(keep * total / k + 1e-9)))
     if quota > smallest:
+        most = int(1000 * k * smallest / total) / 1000
         raise ValueError(
             f"selection.keep {keep:g} needs {quota} samples of every cluster, but cluster {int(sizes.argmin())} has "
-            f"{smallest}: at most {k * smallest / total:.3f} can be kept with sizes {sizes.tolist()}; lower keep, raise "
-            "selection.min_fraction, or use fewer clusters"
+            f"{smallest}: at most {most} can be kept with sizes {sizes.tolist()}; lower keep, raise selection.min_fraction, "
+            "or use fewer clusters"
         )
     return quota
 
@@ -88,6 +95,12 @@ def select(
         weighting: "cluster" for w_c = |C_c| K / N, "none" for 1.
         seed: of the random draws.
     """
+    if choice not in ("peripheral", "random", "core"):
+        raise ValueError(f"choice {choice!r}: peripheral, random or core")
+    if balance not in ("whole", "random_first"):
+        raise ValueError(f"balance {balance!r}: whole or random_first")
+    if weighting not in ("cluster", "none"):
+        raise ValueError(f"weighting {weighting!r}: cluster or none")
     sizes = np.bincount(labels)
     quota = quota_per_cluster(sizes, ratio, keep)
     smallest = int(sizes.min())
@@ -115,22 +128,25 @@ def select(
     return Selection(kept, weights, quota)
 
 
-def selection_bias(features: np.ndarray, labels: np.ndarray, kept: np.ndarray) -> tuple[float, np.ndarray]:
-    """How far the kept samples' weighted mean lies from the full data's.
+def selection_bias(features: np.ndarray, selection: Selection, labels: np.ndarray) -> tuple[float, np.ndarray]:
+    """How far the mean that training sees lies from the full data's.
 
     Args:
         features: float [N, H].
+        selection: what is kept, with the weights it is trained with.
         labels: int64 [N].
-        kept: bool [N].
-
     Returns:
-        ||sum_c pi_c (mu_sel,c - mu_c)|| / ||mu||, and float64 [K], the cosine of mu_sel,c and mu_c.
+        ||sum w_i g_i / sum w_i - mu|| / ||mu|| over kept i, and float64 [K], the cosine of kept and full cluster means.
     """
-    k, shift, cosines = int(labels.max()) + 1, np.zeros(features.shape[1]), []
-    for c in range(k):
-        members = features[labels == c].astype(np.float64)
-        full, chosen = members.mean(axis=0), members[kept[labels == c]].mean(axis=0)
-        cosines.append(full @ chosen / max(float(np.linalg.norm(full) * np.linalg.norm(chosen)), 1e-300))
-        shift += len(members) / len(labels) * (chosen - full)
-    mean = features.mean(axis=0, dtype=np.float64)
-    return float(np.linalg.norm(shift) / max(float(np.linalg.norm(mean)), 1e-300)), np.array(cosines)
+    k, kept = int(labels.max()) + 1, selection.kept
+    groups = np.arange(k)[:, None] == labels  # bool [K, N]
+    rows = np.concatenate([np.ones((1, len(labels))), (kept * selection.weights)[None], groups, groups & kept])
+    sums = np.zeros((len(rows), features.shape[1]))
+    for start in range(0, len(labels), _BLOCK):
+        block = slice(start, start + _BLOCK)
+        sums += rows[:, block] @ features[block].astype(np.float64)
+    mean, seen = sums[0] / len(labels), sums[1] / rows[1].sum()
+    full, chosen = sums[2 : 2 + k], sums[2 + k :]
+    lengths = np.linalg.norm(full, axis=1) * np.linalg.norm(chosen, axis=1)
+    cosines = (full * chosen).sum(axis=1) / np.maximum(lengths, 1e-300)
+    return float(np.linalg.norm(seen - mean) / max(float(np.linalg.norm(mean)), 1e-300)), cosines

@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import TemplateError
+
 MAGICODER_PROMPT = (
     "You are an exceptionally intelligent coding assistant that consistently delivers accurate and reliable "
     "responses to user instructions.\n\n@@ Instruction\n{instruction}\n\n@@ Response\n"
@@ -48,7 +50,6 @@ class Template:
     name: str
     joint: bool
     fingerprint: str
-    multi_turn: bool = False
 
 
 def get_template(name: str, tokenizer: Any) -> Template:
@@ -63,12 +64,16 @@ def get_template(name: str, tokenizer: Any) -> Template:
         return Template(name, joint=True, fingerprint=ALPACA_PROMPT_INPUT + "\0" + ALPACA_PROMPT_NO_INPUT)
     if name == "plain":
         return Template(name, joint=False, fingerprint="{instruction}\n[{input}\n]{response}")
+    if name != "chat":
+        raise ValueError(f"no template {name!r}: magicoder, alpaca, chat or plain")
     if not isinstance(tokenizer.chat_template, str):
         raise ValueError(
             f"template 'chat' needs a tokenizer with one chat template; {tokenizer.name_or_path} has "
             f"{'several' if tokenizer.chat_template else 'none'}: use magicoder, alpaca or plain"
         )
-    return Template("chat", joint=True, fingerprint=tokenizer.chat_template, multi_turn=True)
+    # Some templates print today's date: one rendered prompt says what the text alone does not.
+    sample = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+    return Template("chat", joint=True, fingerprint=tokenizer.chat_template + "\0" + sample)
 
 
 def render(template: Template, turns: tuple[tuple[str, str], ...], context: str, tokenizer: Any) -> list[Segment]:
@@ -114,6 +119,13 @@ def user_text(instruction: str, context: str) -> str:
 
 def _render_chat(turns: tuple[tuple[str, str], ...], context: str, tokenizer: Any) -> list[Segment]:
     """Find each assistant turn's span by rendering the conversation's prefixes."""
+    try:
+        return _chat_segments(turns, context, tokenizer)
+    except TemplateError as error:  # raise_exception() in a template: roles it does not know, turns out of order
+        raise ValueError(f"the tokenizer's chat template refuses this conversation: {error}") from None
+
+
+def _chat_segments(turns: tuple[tuple[str, str], ...], context: str, tokenizer: Any) -> list[Segment]:
     messages = [{"role": role, "content": text} for role, text in turns]
     if context:
         messages[0]["content"] = user_text(messages[0]["content"], context)
@@ -134,8 +146,8 @@ def _render_chat(turns: tuple[tuple[str, str], ...], context: str, tokenizer: An
                 "use a template without such logic, or magicoder, alpaca or plain"
             )
         # The answer and its end marker are learnt; the white space behind the marker is never generated.
-        content_end = after.find(message["content"], len(before)) + len(message["content"])
-        end = max(content_end, len(after.rstrip()))
+        start = after.find(message["content"], len(before))  # -1: the template trims contents
+        end = max(start + len(message["content"]) if start >= 0 else 0, len(after.rstrip()))
         segments += [Segment(full[done : len(before)], False), Segment(full[len(before) : end], True)]
         done = end
     segments.append(Segment(full[done:], False))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from .files import commit_folder, is_committed, read_json
+from .files import commit_folder, hash_files, is_committed, read_json
 from .records import Record, content_hash
 from .templates import Segment, Template, render
 
@@ -156,6 +156,8 @@ def build_tokens(
     key = token_key(records, template, tokenizer, max_length)
     folder = cache_dir / "tokens" / key
     if is_committed(folder):
+        if read_json(folder / "manifest.json")["hash"] != _table_hash(folder):
+            raise ValueError(f"token cache {folder} is damaged: delete it and run the command again")
         return TokenTable(folder), True
     report = TokenReport(num_records=len(records))
     ids: list[str] = []
@@ -179,13 +181,18 @@ def build_tokens(
             f"no supervised token left in any of {len(records)} rows after truncation to data.max_length {max_length}: "
             "the prompts alone fill the window; raise data.max_length"
         )
-    meta = {"key": key, "data_hash": content_hash(records), "report": asdict(report), "version": VERSION}
+    meta: dict[str, Any] = {"key": key, "data_hash": content_hash(records), "report": asdict(report), "version": VERSION}
     with commit_folder(folder, meta) as part:
         (part / "ids.txt").write_text("\n".join(ids))
         np.save(part / "input_ids.npy", np.concatenate(chunks))
         np.save(part / "supervised.npy", np.concatenate(masks))
         np.save(part / "offsets.npy", np.concatenate([[0], np.cumsum([len(c) for c in chunks])]).astype(np.int64))
+        meta["hash"] = _table_hash(part)
     return TokenTable(folder), False
+
+
+def _table_hash(folder: Path) -> str:
+    return hash_files([*folder.glob("*.npy"), folder / "ids.txt"])
 
 
 def _hash(*parts: str) -> str:

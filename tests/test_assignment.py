@@ -109,3 +109,23 @@ def test_refusals_name_the_numbers():
         assign(np.zeros((3, 2)), np.zeros(2, int), np.ones(2, int))
     with pytest.raises(ValueError, match="1 of 2 rows"):
         assign(np.array([[1.0, 2.0], [np.nan, 1.0]]), np.zeros(2, int), np.full(2, 2))
+
+
+@pytest.mark.parametrize(("n", "k", "alpha"), [(20_000, 4, 1.2), (40_000, 8, 1.0), (20_000, 32, 1.3)])
+def test_the_prices_leave_little_to_repair(monkeypatch, n, k, alpha):
+    """Cold and warm, the smoothed dual must come so close that a few pushes finish: one push scans all points."""
+    import cluster_ds.assignment as module
+
+    pushes = []
+    push = module._push
+    monkeypatch.setattr(module, "_push", lambda *args: (pushes.append(1), push(*args)))
+    rng = np.random.default_rng(k)
+    centers = rng.normal(size=(k, 16))
+    points = centers[np.minimum(rng.zipf(1.5, n), k) - 1] * 0.5 + rng.normal(size=(n, 16))
+    costs = (points**2).sum(1)[:, None] - 2 * points @ centers.T + (centers**2).sum(1)
+    lo, hi = np.zeros(k, int), np.full(k, int(np.ceil(alpha * n / k)))
+    cold = assign(costs, lo, hi)
+    assert cold.num_moved > n // 20 and len(pushes) < 20 * k and abs(cold.gap) < 1e-12
+    pushes.clear()
+    warm = assign(costs + rng.normal(size=costs.shape) * 0.01, lo, hi, cold.prices)
+    assert len(pushes) < 20 * k and abs(warm.gap) < 1e-12

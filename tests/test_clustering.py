@@ -121,3 +121,13 @@ def test_nan_is_refused_with_ids():
     points[[1, 3]] = [np.nan, np.inf]
     with pytest.raises(ValueError, match="2 of 4 feature rows hold NaN or infinity: samples b, d"):
         cluster(points, 2, ids=["a", "b", "c", "d"])
+
+
+def test_many_dimensions_are_searched_in_a_projection_and_finished_in_full():
+    points, truth = blobs([500, 100, 60, 40], dim=600, spread=1.0, seed=4)
+    free = cluster(points, 4, alpha=4.0)
+    assert adjusted_rand_score(truth, free.labels) > 0.99
+    bounded = cluster(points, 4, alpha=1.2, min_fraction=0.5)
+    assert bounded.sizes.max() <= 210 and bounded.sizes.min() >= 87 and abs(bounded.gap) < 1e-9
+    distances = np.linalg.norm(points - bounded.centroids[bounded.labels], axis=1)  # of the full vectors
+    np.testing.assert_allclose(bounded.distances, distances)

@@ -54,6 +54,9 @@ def test_damage_is_named(tmp_path):
     table.write_bytes(table.read_bytes()[:-1] + b"x")
     with pytest.raises(ValueError, match="is damaged.*delete"):
         Plan.read(tmp_path / "plan")
+    (tmp_path / "plan" / "manifest.json").write_text("{")
+    with pytest.raises(ValueError, match="manifest.json is not readable: delete"):
+        Plan.read(tmp_path / "plan")
     with pytest.raises(ValueError, match="no plan at"):
         Plan.read(tmp_path / "nowhere")
 
@@ -96,7 +99,16 @@ def test_refusals():
         make_plan(features(), IDS, np.ones(200, dtype=int))
     with pytest.raises(ValueError, match="all 200 features are zero"):
         make_plan(np.zeros((200, 3)), IDS, LENGTHS)
+    with pytest.raises(ValueError, match="ids must be text"):
+        make_plan(features(), list(range(200)), LENGTHS)
+    with pytest.raises(ValueError, match="3 losses for 200"):
+        make_plan(features(), IDS, LENGTHS, losses=np.zeros(3))
     points = features()
     points[7, 2] = np.nan
     with pytest.raises(ValueError, match="samples s007"):
         make_plan(points, IDS, LENGTHS)
+
+
+def test_whole_numbers_are_features_too():
+    points = (features() * 10).astype(int)
+    assert make_plan(points, IDS, LENGTHS).hash == make_plan(points.astype(np.float32), IDS, LENGTHS).hash

@@ -136,5 +136,5 @@ def test_scaled_logits_are_refused_by_name(tmp_path):
         model.lm_head.register_forward_hook(lambda _, __, out: out * 3)
         return model
 
-    with pytest.raises(ValueError, match="LlamaForCausalLM: loss .* it scales or caps its logits"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM: its logits differ by up to .* it scales or caps them"):
         extract(Table(random_samples(20)), tmp_path, scaled, Ranks(0, 1, 0), **SETTINGS)

@@ -125,6 +125,10 @@ def test_missing_or_strange_files(tmp_path):
     with pytest.raises(ValueError, match="holds a JSON object, not a list of rows"):
         (tmp_path / "a.json").write_text("{}")
         read_records(str(tmp_path / "a.json"))
+    with pytest.raises(ValueError, match="no format 'alpca': auto, oss_instruct"):
+        read_records(write(tmp_path / "d.jsonl", ALPACA), format="alpca")
+    with pytest.raises(ValueError, match="is a folder: give a .json or .jsonl file"):
+        read_records(str(tmp_path))
     with pytest.raises(ValueError, match="holds no rows"):
         (tmp_path / "b.jsonl").write_text("\n")
         read_records(str(tmp_path / "b.jsonl"))
@@ -136,3 +140,33 @@ def test_real_instructions(shared):
     records, report = read_records(str(shared / "data" / "instruct" / "alpaca_en_demo.json"))
     assert report.num_rows == 999 and report.format == "alpaca" and not report.bad
     assert len({r.id for r in records}) == len(records)
+
+
+def test_numbers_keep_their_spelling_and_rows_their_place(tmp_path):
+    path = tmp_path / "a.jsonl"
+    digits = "9" * 5000
+    lines = [
+        '{"instruction": "q", "output": 1E5}', "", '{"instruction": "q", "output": 3.10}', "not json",
+        '{"instruction": "q", "output": ' + digits + "}", "[" * 100_000,
+    ]
+    path.write_text("\n".join(lines))
+    records, report = read_records(str(path), max_bad_fraction=0.5)
+    assert [r.turns[1][1] for r in records] == ["1E5", "3.10", digits]
+    assert report.bad == {"not JSON": [4, 6]} and report.num_rows == 5  # as an editor counts them
+
+
+def test_an_input_column_beside_a_response(tmp_path):
+    rows = [{"instruction": "q", "input": "ctx", "response": "a"}]
+    (record,), report = read_records(write(tmp_path / "a.jsonl", rows))
+    assert record.context == "ctx" and report.columns["input"] == "input"
+
+
+def test_unanswered_turns_are_counted(tmp_path):
+    turns = [{"role": r, "content": r} for r in ("user", "assistant", "user", "user")]
+    (record,), report = read_records(write(tmp_path / "a.jsonl", [{"messages": turns}]))
+    assert len(record.turns) == 2 and "2 turns behind the last answer left out" in report.lines()
+
+
+def test_a_hub_id_may_hold_a_dot():
+    with pytest.raises(ValueError, match="neither a local file nor to be had from the hub"):
+        read_records("teknium/OpenHermes-2.5")

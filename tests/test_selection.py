@@ -37,7 +37,7 @@ def test_quota_is_not_lost_to_rounding():
 
 
 def test_budget_beyond_the_smallest_cluster_names_the_limit():
-    with pytest.raises(ValueError, match=r"keep 0.9 needs 2 samples of every cluster.*cluster 1 has 1.*at most 0.4"):
+    with pytest.raises(ValueError, match=r"keep 0.9 needs 2 samples of every cluster.*cluster 1 has 1.*at most 0.4 "):
         quota_per_cluster(np.array([4, 1]), None, 0.9)
 
 
@@ -93,6 +93,34 @@ def test_random_choice_is_unbiased_and_peripheral_is_not():
     error = np.std(shifts, axis=0) / np.sqrt(len(shifts))
     assert (np.abs(np.mean(shifts, axis=0)) < 4 * error).all()
     skewed = np.exp(features)  # a long tail: the periphery lies on one side
-    kept = select(labels, np.abs(skewed[:, 1]), ids, ratio=0.3).kept
-    shift, cosines = selection_bias(skewed, labels, kept)
-    assert shift > 0.3 and cosines.max() < 1.0
+    found = select(labels, np.abs(skewed[:, 1]), ids, ratio=0.3)
+    shift, cosines = selection_bias(skewed, found, labels)
+    full, seen = skewed.mean(0), np.average(skewed[found.kept], axis=0, weights=found.weights[found.kept])
+    assert shift == pytest.approx(np.linalg.norm(seen - full) / np.linalg.norm(full), rel=1e-9) and shift > 0.3
+    assert cosines.max() < 1.0
+
+
+def test_the_bias_without_weights_is_the_one_of_what_is_trained():
+    features = np.repeat([[1.0, 0.0], [0.0, 1.0]], [900, 100], axis=0)
+    labels = np.repeat([0, 1], [900, 100])
+    ids = [f"{i:04d}" for i in range(1000)]
+    with pytest.warns(UserWarning, match="cluster 1 has 100"):
+        weighted, plain = (select(labels, np.zeros(1000), ids, weighting=w) for w in ("cluster", "none"))
+    assert selection_bias(features, weighted, labels)[0] == pytest.approx(0.0, abs=1e-12)
+    # Without weights the mean is (.5, .5) instead of (.9, .1).
+    assert selection_bias(features, plain, labels)[0] == pytest.approx(np.hypot(0.4, 0.4) / np.hypot(0.9, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"choice": "periphral"}, "choice 'periphral': peripheral, random or core"),
+        ({"balance": "all"}, "balance 'all': whole or random_first"),
+        ({"weighting": "clusters"}, "weighting 'clusters': cluster or none"),
+        ({"ratio": 2}, r"ratio 2 is outside \(0, 1\]"), ({"ratio": -1}, "ratio -1 is outside"), ({"keep": 0}, "keep 0 is outside"),
+        ({"ratio": 0.5, "keep": 0.5}, "both set the budget"),
+    ],
+)
+def test_misspelt_or_impossible_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        select(LABELS, DISTANCES, IDS, **settings)

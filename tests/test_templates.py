@@ -141,3 +141,23 @@ def merging_tokenizer():
     vocab = tokenizer.get_vocab()
     tokenizer.backend_tokenizer.model = models.BPE(vocab={**vocab, "ĊĠ": len(vocab)}, merges=[("Ċ", "Ġ")])
     return tokenizer
+
+
+def test_a_template_that_trims_contents_lets_no_other_turn_into_the_loss():
+    tokenizer = merging_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ m.content }}", "{{ m.content | trim }}")
+    turns = (("user", "q"), ("assistant", "A" + " " * 60), ("user", "SECRET"), ("assistant", "B"))
+    supervised = [s.text for s in render(get_template("chat", tokenizer), turns, "", tokenizer) if s.supervised]
+    assert supervised == ["A<eos>", "B<eos>"]
+
+
+def test_a_template_that_refuses_a_conversation_says_so():
+    tokenizer = merging_tokenizer()
+    tokenizer.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}x"
+    with pytest.raises(ValueError, match="refuses this conversation: no system"):
+        render(get_template("chat", tokenizer), (("system", "s"), ("user", "u"), ("assistant", "a")), "", tokenizer)
+
+
+def test_unknown_template(byte_tokenizer):
+    with pytest.raises(ValueError, match="no template 'typo': magicoder, alpaca, chat or plain"):
+        get_template("typo", byte_tokenizer)

@@ -76,3 +76,11 @@ def test_padding_is_told_by_position(byte_tokenizer):
     assert batch["input_ids"].tolist() == [[1, 5, eos, eos, eos], [1, 5, 6, 7, eos]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1] * 5]
     assert batch["labels"].tolist() == [[-100, 5, eos, -100, -100], [-100, -100, 6, 7, eos]]
+
+
+def test_a_damaged_cache_is_named(tmp_path, byte_tokenizer):
+    table, _ = build(tmp_path, byte_tokenizer, records(("q", "a")))
+    path = table.folder / "input_ids.npy"
+    path.write_bytes(path.read_bytes()[:-4] + b"abcd")
+    with pytest.raises(ValueError, match="token cache .* is damaged: delete it"):
+        build(tmp_path, byte_tokenizer, records(("q", "a")))
