@@ -160,6 +160,7 @@ def release(engine: ClusterEngine) -> None:
             if tensor is not None:
                 tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         parameter.grad = None
+        vars(parameter).clear()  # views of the fp32 masters among what DeepSpeed hangs on parameters
     if inner.optimizer is not inner.basic_optimizer:  # ZeRO's flat buffers: its hooks keep the wrapper itself alive
         vars(inner.optimizer).clear()
     gc.collect()

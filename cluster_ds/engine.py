@@ -174,6 +174,14 @@ class ClusterEngine:
         return gradient
 
 
+def join_deepspeed() -> None:  # collective
+    """DeepSpeed's communication on the process group that is there, or on a new one; zero.Init needs it before the model."""
+    build_cpu_communication()
+    deepspeed.init_distributed(verbose=False)
+    if on_gpu():  # DeepSpeed would do so only inside initialize(), after our first collective
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+
+
 def initialize(
     *, model: torch.nn.Module, config: dict[str, Any], dataset: Any, plan: Plan, epochs: int = 1, seed: int = 0,
     normalization: str = "sample_mean", allocation: str = "cluster", optimizer: torch.optim.Optimizer | None = None,
@@ -200,10 +208,7 @@ def initialize(
     Raises:
         ValueError: for batch sizes that do not divide, too few samples, or ranks that disagree about the plan.
     """
-    build_cpu_communication()
-    deepspeed.init_distributed(verbose=False)
-    if on_gpu():  # DeepSpeed would do so only inside initialize(), after our first collective
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    join_deepspeed()
     world_size = dist.get_world_size()
     config = with_batch_arithmetic(config, world_size)
     schedule = Schedule(

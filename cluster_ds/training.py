@@ -20,7 +20,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from .checkpoint import export_model, find_checkpoint, load_checkpoint, release, save_checkpoint
 from .distributed import Ranks, ensure_process_group
 from .ds_config import resolve_config, zero_stage
-from .engine import ClusterEngine, StepRecord, initialize
+from .engine import ClusterEngine, StepRecord, initialize, join_deepspeed
 from .files import is_committed, read_json, require_ours, write_text
 from .loader import ClusterLoader
 from .models import load_model, pad_token_id
@@ -184,6 +184,7 @@ def _build(
     recipe: Recipe, prepared: Prepared, config: dict[str, Any], ranks: Ranks
 ) -> tuple[ClusterEngine, ClusterLoader]:  # collective
     t = recipe.train
+    join_deepspeed()
     torch.manual_seed(t.seed)
     dtype = torch.bfloat16 if t.precision in ("bf16", "pure_bf16") else torch.float32
     sharded = zero_stage(config) == 3
