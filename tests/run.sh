@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up and run the tests: bash tests/run.sh [pytest arguments]. Without arguments everything but GPU tests.
+# Set up and run the tests: bash tests/run.sh [pytest arguments]. Without arguments it runs everything.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . launch/setup.sh
