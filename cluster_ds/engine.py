@@ -20,7 +20,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from .distributed import assert_ranks_agree, build_cpu_communication, on_gpu
+from .distributed import assert_ranks_agree, build_cpu_communication, forget_shared_buffers, on_gpu
 from .ds_config import with_batch_arithmetic, zero_stage
 from .loader import ClusterLoader, Collate
 from .loss import sample_losses, weighted_terms
@@ -180,6 +180,8 @@ def join_deepspeed() -> None:  # collective
     deepspeed.init_distributed(verbose=False)
     if on_gpu():  # DeepSpeed would do so only inside initialize(), after our first collective
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    else:
+        forget_shared_buffers()
 
 
 def initialize(

@@ -39,6 +39,8 @@ def run_on_ranks(function, world_size: int, *args) -> list:
             for process in processes:
                 if process.is_alive():
                     process.kill()
+        left = [path.name for path in Path("/dev/shm").glob(f"deepspeed_*_{port}_*")]
+        assert not left, f"shared memory that outlives the job: {left}"
         results = []
         for rank, process in enumerate(processes):
             file = Path(folder) / f"result-{rank}"
