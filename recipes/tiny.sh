@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole path on a 2.8M-parameter model in under a minute, once the model is pretrained; the tests use this recipe.
+# The whole path on a 2.5M-parameter model in under a minute, once the model is pretrained; the tests use this recipe.
 #   bash recipes/tiny.sh [--set KEY=VALUE ...] [--output_dir DIR]
 set -euo pipefail
 CLUSTER_DS_HOME="${CLUSTER_DS_HOME:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}"
