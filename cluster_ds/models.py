@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from .embedded import resolve_model
 from .files import hash_files
+from .hub import MODEL_FILES, OLD_MODEL_FILES, download
 from .recipe import ModelSection
+from .tokens import TokenTable
 
 _WEIGHTS = ("*.safetensors", "*.bin", "config.json")
 
@@ -29,19 +31,10 @@ def model_folder(section: ModelSection) -> Path:
         return Path(name)
     if name.startswith((".", "/", "~")):
         raise ValueError(f"model folder {name} does not exist")
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-    try:
-        folder = Path(snapshot_download(name, revision=section.revision, allow_patterns=patterns))
-        if not any(folder.glob("*.safetensors")):  # an old repository
-            snapshot_download(name, revision=section.revision, allow_patterns=["*.bin"])
-        return folder
-    except Exception as error:  # gated, offline, misspelt: the library raises a type for each
-        raise ValueError(
-            f"model {name!r} is neither a folder nor to be had from the hub: {error}\nFor gated models accept the licence "
-            "on the model's page and log in with `hf auth login`; to try everything without a hub: --recipe quickstart"
-        ) from error
+    folder = download("model", name, section.revision, MODEL_FILES)
+    if not any(folder.glob("*.safetensors")):  # an old repository
+        folder = download("model", name, section.revision, OLD_MODEL_FILES)
+    return folder
 
 
 def model_hash(folder: Path) -> str:
@@ -53,6 +46,21 @@ def model_hash(folder: Path) -> str:
 def load_tokenizer(folder: Path) -> Any:
     """The folder's tokenizer."""
     return AutoTokenizer.from_pretrained(folder)
+
+
+def require_vocabulary(folder: Path, tokens: TokenTable) -> None:
+    """Refuse token ids that the model has no embedding for: a tokenizer that was extended while the model was not.
+
+    Raises:
+        ValueError: with both numbers.
+    """
+    size = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+    largest = int(tokens.input_ids.max())
+    if largest >= size:
+        raise ValueError(
+            f"the tokenizer gives token id {largest}, but {folder} has embeddings for {size}: resize the model "
+            f"(model.resize_token_embeddings({largest + 1}), then save_pretrained), or use the tokenizer it came with"
+        )
 
 
 def pad_token_id(tokenizer: Any) -> int:

@@ -20,7 +20,7 @@ from .clustering import cluster
 from .files import MANIFEST, commit_folder, hash_files, read_json
 from .selection import cluster_weights, select, selection_bias
 
-FORMAT = 1
+FORMAT = 2
 TABLE = "table.parquet"
 COLUMNS = {
     "sample_id": pa.string(),
@@ -32,6 +32,7 @@ COLUMNS = {
     "num_tokens": pa.int64(),
     "num_supervised_tokens": pa.int64(),
     "loss": pa.float32(),  # mean token loss before training; NaN where unknown
+    "source": pa.string(),  # where the row comes from, in a mixture
 }
 _MIN_COSINE = 0.99
 _BLOCK = 4096  # rows converted to float64 at a time
@@ -48,6 +49,7 @@ class Plan:
         kept: bool [N].
         num_tokens, num_supervised_tokens: int64 [N].
         loss: float32 [N].
+        source: N names; empty when there is one source.
         manifest: provenance, settings and statistics.
     """
 
@@ -60,6 +62,7 @@ class Plan:
     num_tokens: np.ndarray
     num_supervised_tokens: np.ndarray
     loss: np.ndarray
+    source: list[str] = field(default_factory=list)
     manifest: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -82,7 +85,7 @@ class Plan:
     def write(self, folder: Path) -> None:
         """Replace `folder` by this plan in one step."""
         columns = [self.ids, self.cluster, self.stratum, self.distance, self.weight, self.kept,
-                   self.num_tokens, self.num_supervised_tokens, self.loss]
+                   self.num_tokens, self.num_supervised_tokens, self.loss, self.source or [None] * len(self)]
         arrays = [pa.array(c, type=t) for c, t in zip(columns, COLUMNS.values(), strict=True)]
         manifest = {**self.manifest, "format": FORMAT, "plan_hash": self.hash}
         with commit_folder(folder, manifest, replace=True) as part:
@@ -109,8 +112,9 @@ class Plan:
         if not (folder / TABLE).is_file() or hash_files([folder / TABLE]) != manifest["table_hash"]:
             raise ValueError(f"plan {folder} is damaged: {TABLE} does not have the hash of its manifest: {remedy}")
         table = pq.read_table(folder / TABLE)
-        arrays = {name: table.column(name).to_numpy() for name in list(COLUMNS)[1:]}
-        plan = cls(table.column("sample_id").to_pylist(), manifest=manifest, **arrays)
+        arrays = {name: table.column(name).to_numpy() for name in list(COLUMNS)[1:-1]}
+        source = [] if table.column("source").null_count else table.column("source").to_pylist()
+        plan = cls(table.column("sample_id").to_pylist(), source=source, manifest=manifest, **arrays)
         if plan.hash != manifest["plan_hash"]:
             raise ValueError(f"plan {folder}: hash {plan.hash} instead of {manifest['plan_hash']}: {remedy}")
         return plan
@@ -139,6 +143,11 @@ class Plan:
             f"{tokens[self.kept].sum() / tokens.sum():.1%} of the supervised tokens",
             f"weights {np.round(weights, 3).tolist()}, effective sample size {m['effective_sample_size']:.3f}",
         ]
+        for name in sorted(set(self.source)):
+            mine = np.array([source == name for source in self.source])
+            counts = [f"{int((mine & (self.cluster == c) & self.kept).sum())}/{int((mine & (self.cluster == c)).sum())}"
+                      for c in range(len(sizes))]
+            lines.append(f"source {name}: kept {int((mine & self.kept).sum())} of {int(mine.sum())}; by cluster {', '.join(counts)}")
         if "bias" in m:
             lines.append(
                 f"mean proxy of what is trained is off by {m['bias']['relative_shift']:.3f} of the full mean; "
@@ -161,7 +170,7 @@ def make_plan(
     keep: float | None = None, alpha: float = 1.5, min_fraction: float = 0.0, choice: str = "peripheral",
     balance: str = "whole", weighting: str = "cluster", seed: int = 0, num_restarts: int = 20, normalize: bool = True,
     num_supervised_tokens: np.ndarray | None = None, losses: np.ndarray | None = None,
-    provenance: dict[str, Any] | None = None,
+    sources: Sequence[str] | None = None, provenance: dict[str, Any] | None = None,
 ) -> Plan:
     """Cluster any features, keep equal parts, weight them.
 
@@ -175,6 +184,7 @@ def make_plan(
         normalize: scale features to unit l2 norm, as CluSTER does.
         num_supervised_tokens: int [N], labels in the loss; lengths - 1 by default. The token mean divides by them.
         losses: float [N], mean token loss of each sample before training, for the record.
+        sources: N names of a mixture's sources, kept in the plan and counted per cluster.
         provenance: hashes that `Plan.differences` compares later.
 
     Raises:
@@ -193,8 +203,9 @@ def make_plan(
         raise ValueError(f"sample {ids[at]} has no supervised token: exclude such rows before making a plan")
     if not all(isinstance(i, str) for i in ids):
         raise ValueError("sample ids must be text")
-    if losses is not None and len(losses) != len(ids):
-        raise ValueError(f"{len(losses)} losses for {len(ids)} samples")
+    for name, values in (("losses", losses), ("sources", sources)):
+        if values is not None and len(values) != len(ids):
+            raise ValueError(f"{len(values)} {name} for {len(ids)} samples")
     if num_clusters < 1:
         raise ValueError(f"num_clusters is {num_clusters}: at least 1")
     if not np.issubdtype(features.dtype, np.floating):
@@ -241,7 +252,8 @@ def make_plan(
         ids=list(ids), cluster=labels, stratum=labels.copy(),
         distance=spread(clusters.distances, np.nan, np.float64), weight=spread(selection.weights, 0.0, np.float64),
         kept=spread(selection.kept, False, bool), num_tokens=lengths, num_supervised_tokens=supervised,
-        loss=np.asarray(np.full(len(ids), np.nan) if losses is None else losses, dtype=np.float32), manifest=manifest,
+        loss=np.asarray(np.full(len(ids), np.nan) if losses is None else losses, dtype=np.float32),
+        source=list(sources) if sources is not None and len(set(sources)) > 1 else [], manifest=manifest,
     )
 
 

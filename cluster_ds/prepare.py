@@ -16,11 +16,12 @@ import torch
 from .distributed import Ranks
 from .embedded import resolve_data
 from .files import is_committed, require_ours
-from .models import load_model, load_tokenizer, model_folder, model_hash, pad_token_id
+from .models import load_model, load_tokenizer, model_folder, model_hash, pad_token_id, require_vocabulary
 from .plan import Plan, make_plan
+from .preview import print_preview
 from .proxy import extract, proxy_key, read_proxies
 from .recipe import Recipe
-from .records import read_records
+from .records import Source, read_records
 from .templates import get_template
 from .tokens import TokenTable, build_tokens
 
@@ -54,27 +55,49 @@ def extraction_dtype(recipe: Recipe) -> torch.dtype:
     return torch.float32 if recipe.train.precision == "fp32" else torch.bfloat16
 
 
+def train_sources(recipe: Recipe) -> dict[str, Source]:
+    """What the recipe trains on."""
+    return {name: Source(**{**s.model_dump(), "path": resolve_data(s.path)}) for name, s in recipe.data.all_sources.items()}
+
+
+def held_out_sources(recipe: Recipe) -> dict[str, Source]:
+    """The recipe's held-out rows; a single training source says how they are read as well."""
+    data, e = recipe.data, recipe.evaluate
+    if e.held_out is None:
+        return {}
+    like = {} if data.sources else data.all_sources["data"].model_dump()
+    return {"data": Source(**{**like, "path": resolve_data(e.held_out), "split": e.held_out_split})}
+
+
 def prepare_tokens(
-    recipe: Recipe, output_dir: Path, ranks: Ranks, *, source: str, split: str, label: str, limit: int | None = None
+    recipe: Recipe, output_dir: Path, ranks: Ranks, *, held_out: bool = False, preview: int = 0
 ) -> TokenTable:  # collective
-    """Read and tokenise one source on rank 0; all ranks open the result."""
+    """Read, tokenise and audit the training rows or the held-out ones on rank 0; all ranks open the result.
+
+    Args:
+        recipe: says what.
+        output_dir: the run's folder.
+        ranks: all call this.
+        held_out: which rows.
+        preview: samples to print with their supervised tokens marked.
+    """
+    label = "held-out" if held_out else "tokens"
 
     def work() -> Path:
         data = recipe.data
-        records, report = read_records(
-            resolve_data(source), revision=data.revision, split=split, format=data.format, columns=data.columns,
-            max_bad_fraction=data.max_bad_fraction,
-        )
-        if limit is not None:  # evenly spread: files are often sorted by source
-            records = records[:: -(-len(records) // limit)]
+        sources = held_out_sources(recipe) if held_out else train_sources(recipe)
+        records, reports = read_records(sources, data.max_bad_fraction)
+        if held_out:  # evenly spread: files are often sorted by source
+            records = records[:: -(-len(records) // recipe.evaluate.max_samples)]
         tokenizer = load_tokenizer(model_folder(recipe.model))
         template = get_template(data.template, tokenizer)
         table, cached = build_tokens(records, template, tokenizer, data.max_length, cache_dir(recipe, output_dir))
-        ranks.print(*(f"[{label}] {line}" for line in [*report.lines(), *table.report.lines()]))
-        ranks.print(
-            f"[{label}] {len(table)} samples, {table.num_tokens.sum()} tokens, {table.num_supervised.sum()} supervised"
-            + (" (cached)" if cached else "")
-        )
+        lines = [line for report in reports for line in report.lines()]
+        ranks.print(*(f"[{label}] {line}" for line in [*lines, *table.report.lines(records, data.max_length)]))
+        ranks.print(f"[{label}] {len(table)} samples" + (" (cached)" if cached else ""))
+        if preview:
+            print_preview(table, tokenizer, preview)
+        table.report.require_supervised(data.max_masked_fraction, data.max_length)
         return table.folder
 
     return TokenTable(ranks.on_main(work))
@@ -91,9 +114,9 @@ def prepare(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Prepared:  # coll
     seconds = {}
 
     started = time.perf_counter()
-    tokens = prepare_tokens(
-        recipe, output_dir, ranks, source=recipe.data.path, split=recipe.data.split, label="tokens"
-    )
+    tokens = prepare_tokens(recipe, output_dir, ranks)
+    ranks.on_main(lambda: _require_enough(recipe, len(tokens), ranks.world_size))
+    ranks.on_main(lambda: require_vocabulary(base, tokens))
     seconds["tokens"] = time.perf_counter() - started
 
     dtype, selection = extraction_dtype(recipe), recipe.selection
@@ -130,7 +153,7 @@ def prepare(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Prepared:  # coll
             warnings.simplefilter("always", UserWarning)
             plan = make_plan(
                 proxies.features, tokens.ids, tokens.num_tokens, num_supervised_tokens=tokens.num_supervised,
-                losses=proxies.losses, provenance=provenance, **settings,
+                losses=proxies.losses, sources=tokens.sources, provenance=provenance, **settings,
             )
         ranks.print(*(f"[plan] warning: {w.message}" for w in caught if issubclass(w.category, UserWarning)))
         plan.write(plan_folder)
@@ -151,6 +174,25 @@ def plan_settings(recipe: Recipe, world_size: int) -> dict[str, Any]:
         "min_fraction": s.min_fraction, "choice": s.choice, "balance": s.balance, "ratio": s.ratio, "keep": s.keep,
         "weighting": s.weighting, "seed": s.seed, "num_restarts": s.num_restarts, "normalize": True,
     }
+
+
+def _require_enough(recipe: Recipe, num_samples: int, world_size: int) -> None:
+    """Refuse what selection or training would refuse, before the model runs over the data."""
+    k = plan_settings(recipe, world_size)["num_clusters"]
+    if num_samples < k:
+        raise ValueError(f"{num_samples} samples cannot fill {k} clusters: lower selection.num_clusters or add data")
+    size = recipe.train.global_batch_size
+    most = num_samples if recipe.selection.keep is None else int(recipe.selection.keep * num_samples)
+    if most < size:
+        raise ValueError(
+            f"at most {most} of {num_samples} samples can be kept, fewer than global_batch_size {size}: lower "
+            "train.global_batch_size or raise the budget"
+        )
+    if size < k:
+        raise ValueError(
+            f"global_batch_size {size} is smaller than the {k} clusters, so a batch cannot hold one sample of each: raise "
+            "train.global_batch_size or lower selection.num_clusters"
+        )
 
 
 def _require_match(folder: Path, provenance: dict[str, Any], settings: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import argparse
 import difflib
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -32,18 +32,50 @@ class ModelSection(Section):
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
 
 
-class DataSection(Section):
-    """Where the rows come from and how they become tokens."""
+class _RowsSection(Section):
+    """How the rows of a source are read."""
 
-    path: str  # hub id, local .json or .jsonl file, or embedded:NAME
-    revision: str | None = None
-    split: str = "train"
-    format: Literal["auto", "alpaca", "oss_instruct", "instruction_response", "messages"] = "auto"
-    columns: dict[str, str] = {}  # our field name -> the file's column name
+    revision: str | None = None  # of a hub data set
+    split: str = "train"  # which files of a folder or hub data set
+    subset: str | None = None  # of a hub data set whose card names several
+    format: Literal[
+        "auto", "alpaca", "oss_instruct", "instruction_response", "messages", "sharegpt", "prompt_completion"
+    ] = "auto"
+    columns: dict[str, str] = {}  # our field name -> the source's column name
+
+
+class SourceSection(_RowsSection):
+    """One source of a mixture."""
+
+    path: str  # as data.path
+
+
+class DataSection(_RowsSection):
+    """Where the rows come from and how they become tokens: one source, or several under names."""
+
+    path: str | None = None  # file (.json .jsonl .csv .tsv .parquet .arrow, also .gz), folder, glob, hub id, embedded:NAME
+    sources: dict[str, SourceSection] = {}  # a mixture: name -> source; the name stays with every sample
     template: Literal["magicoder", "alpaca", "chat", "plain"]
     max_length: int = Field(ge=2)  # tokens
-    max_bad_fraction: float = Field(0.01, ge=0, le=1)  # unreadable rows that are still tolerated
+    max_bad_fraction: float = Field(0.01, ge=0, le=1)  # unreadable rows of a source that are still tolerated
+    max_masked_fraction: float = Field(0.5, ge=0, le=1)  # rows with no supervised token that are still tolerated
     cache_dir: str | None = None  # default: the folder "cache" beside the run's folder
+
+    @model_validator(mode="after")
+    def _one_way(self) -> DataSection:
+        if (self.path is None) == (not self.sources):
+            raise ValueError("give either path, or sources: {name: {path: ...}, ...}")
+        alone = [f for f in _RowsSection.model_fields if f in self.model_fields_set]
+        if self.sources and alone:
+            raise ValueError(f"{', '.join(alone)} belong into each of the sources {', '.join(self.sources)}")
+        return self
+
+    @property
+    def all_sources(self) -> dict[str, SourceSection]:
+        """The sources by name; a single one is called "data"."""
+        if self.sources:
+            return self.sources
+        return {"data": SourceSection(**{f: getattr(self, f) for f in SourceSection.model_fields})}
 
 
 class SelectionSection(Section):
@@ -284,6 +316,9 @@ def _explain(error: dict, origin: dict, path: str) -> str:
 def _field_names(loc: tuple[str, ...]) -> list[str]:
     model: Any = Recipe
     for part in loc:
-        field = getattr(model, "model_fields", {}).get(part)
-        model = field.annotation if field else None
+        if get_origin(model) is dict:  # sources: any name, then a section
+            model = get_args(model)[1]
+        else:
+            field = getattr(model, "model_fields", {}).get(part)
+            model = field.annotation if field else None
     return list(getattr(model, "model_fields", {}))

@@ -1,30 +1,47 @@
-"""Stage 1a: rows of any source -> Record(id, turns, context); bad rows are counted and named.
-
-Local files are read here rather than by a table library, because a column's type must never be guessed from other rows:
-"007" stays "007", a file with a byte order mark gives the same records, and only LF separates JSON lines.
-"""
+"""Stage 1b: rows -> Record(id, turns, context); bad rows are counted and named, nothing vanishes without a count."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from .sources import BadRow, Place, Row, json_type, loads, read_rows
 from .templates import EMPTY_INPUTS, user_text
 
 # format -> our field -> the column it is read from
 FORMATS: dict[str, dict[str, str]] = {
-    "oss_instruct": {"instruction": "problem", "response": "solution"},
-    "instruction_response": {"instruction": "instruction", "input": "input", "response": "response"},
-    "alpaca": {"instruction": "instruction", "input": "input", "response": "output"},
+    "oss_instruct": {"instruction": "problem", "response": "solution", "system": "system"},
+    "instruction_response": {"instruction": "instruction", "input": "input", "response": "response", "system": "system"},
+    "alpaca": {"instruction": "instruction", "input": "input", "response": "output", "system": "system"},
     "messages": {"messages": "messages"},
+    "sharegpt": {"messages": "conversations", "system": "system"},
+    "prompt_completion": {"prompt": "prompt", "completion": "completion"},
 }
+_OPTIONAL = ("input", "system")
 OSS_INSTRUCT_PREFIX = "Write a solution to the following coding problem:\n"  # magicoder's preprocess_data.py
-_FILE_SUFFIXES = (".json", ".jsonl", ".gz", ".csv", ".parquet", ".arrow", ".txt")
-ROLES = ("system", "user", "assistant")
+ROLES = {  # as data sets write it -> ours
+    "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
+    "function_call": "assistant", "tool": "tool", "observation": "tool", "function_response": "tool",
+}
+_KEYS = (("role", "content"), ("from", "value"))
+DEFAULT_SOURCE = "data"
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where rows come from and how they are read; see `sources.read_rows` and FORMATS."""
+
+    path: str
+    revision: str | None = None
+    split: str = "train"
+    subset: str | None = None
+    format: str = "auto"
+    columns: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -38,19 +55,25 @@ class Record:
     id: str
     turns: tuple[tuple[str, str], ...]  # (role, text)
     context: str = ""  # Alpaca's input column
+    source: str = DEFAULT_SOURCE
+    place: str = field(default="", compare=False)
 
 
 @dataclass
 class ReadReport:
-    """What reading found; shown before anything else happens."""
+    """What reading one source found; shown before anything else happens."""
 
+    source: str = DEFAULT_SOURCE
     num_rows: int = 0
     num_empty: int = 0
+    num_unprompted: int = 0
     num_duplicates: int = 0
     num_unanswered: int = 0
     format: str = ""
     columns: dict[str, str] = field(default_factory=dict)
-    bad: dict[str, list[int]] = field(default_factory=dict)  # kind -> row numbers, counted from 1
+    notes: list[str] = field(default_factory=list)
+    unused: Counter[str] = field(default_factory=Counter)  # column, or key of a message -> how many hold a value
+    bad: dict[str, list[Place]] = field(default_factory=dict)  # kind -> where
 
     @property
     def num_bad(self) -> int:
@@ -60,204 +83,212 @@ class ReadReport:
     def lines(self) -> list[str]:
         """The report as text, one finding a line."""
         mapping = ", ".join(f"{ours} <- {column}" for ours, column in self.columns.items())
-        out = [f"{self.num_rows} rows read as {self.format} ({mapping})"]
+        out = [*self.notes, f"{self.num_rows} rows read as {self.format} ({mapping})"]
+        if self.unused:
+            out.append("not used: " + ", ".join(f"{name} ({count})" for name, count in sorted(self.unused.items())))
         if self.num_empty:
             out.append(f"{self.num_empty} rows excluded: empty response")
+        if self.num_unprompted:
+            out.append(f"{self.num_unprompted} rows have an empty instruction; they are kept")
         if self.num_duplicates:
             out.append(f"{self.num_duplicates} rows repeat an earlier row; they are kept")
         if self.num_unanswered:
             out.append(f"{self.num_unanswered} turns behind the last answer left out")
-        for kind, rows in self.bad.items():
-            shown = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
-            out.append(f"{len(rows)} bad rows: {kind} (rows {shown})")
-        return out
-
-
-class BadRow(ValueError):
-    """A row that cannot become a record; the message is its kind."""
+        out += [f"{len(places)} bad rows: {kind} ({_where(places)})" for kind, places in self.bad.items()]
+        return out if self.source == DEFAULT_SOURCE else [f"{self.source}: {line}" for line in out]
 
 
 def read_records(
-    source: str,
-    *,
-    revision: str | None = None,
-    split: str = "train",
-    format: str = "auto",
-    columns: dict[str, str] | None = None,
-    max_bad_fraction: float = 0.01,
-) -> tuple[list[Record], ReadReport]:
-    """Read every row of a source.
+    sources: Mapping[str, Source], max_bad_fraction: float = 0.01
+) -> tuple[list[Record], list[ReadReport]]:
+    """Read every row of all sources.
 
     Args:
-        source: a local .json or .jsonl file, or a data set's hub id.
-        revision: of a hub data set.
-        split: of a hub data set.
-        format: one of FORMATS, or "auto" to detect it by the columns.
-        columns: our field -> the source's column, where the names differ.
-        max_bad_fraction: unreadable rows that are tolerated; rows with an empty response do not count.
+        sources: name -> source; the name is kept with every record.
+        max_bad_fraction: unreadable rows of a source that are tolerated; rows with an empty response do not count.
 
     Returns:
-        the usable records in the source's order, and the report.
+        the usable records in the sources' order, and a report of each source.
 
     Raises:
         ValueError: no such source, unknown columns, no usable row, or too many bad rows.
     """
-    rows = list(_read_file(Path(source)) if Path(source).is_file() else _read_hub(source, revision, split))
-    num_rows = sum(row is not None for row in rows)
-    if not num_rows:
-        raise ValueError(f"{source} holds no rows")
-    report = ReadReport(num_rows=num_rows)
-    report.format, report.columns = _detect(source, rows, format, columns or {})
-    records = _convert(rows, report)
-    if report.num_bad > max_bad_fraction * report.num_rows:
-        raise ValueError(
-            f"{source}: {report.num_bad} of {report.num_rows} rows are bad, more than data.max_bad_fraction "
-            f"{max_bad_fraction:g} allows: mend them, map other columns with data.columns, or raise the limit\n  "
-            + "\n  ".join(report.lines())
-        )
-    if not records:
-        raise ValueError(f"{source}: none of {report.num_rows} rows is usable\n  " + "\n  ".join(report.lines()))
-    return records, report
+    records: list[Record] = []
+    reports = []
+    seen: Counter[str] = Counter()
+    for name, source in sources.items():
+        found, report = _read_source(name, source, seen, max_bad_fraction)
+        records += found
+        reports.append(report)
+    return records, reports
 
 
 def content_hash(records: Iterable[Record]) -> str:
-    """Hash of the records' ids and contexts in order: what the tokens, and so everything after them, depend on."""
+    """Hash of the records' ids, contexts and sources in order: what the tokens, and so everything after them, depend on."""
     digest = hashlib.blake2b(digest_size=16)
     for record in records:
         digest.update(record.id.encode() + b"\0" + record.context.encode() + b"\0")
+        if record.source != DEFAULT_SOURCE:
+            digest.update(record.source.encode() + b"\0\0")
     return digest.hexdigest()
 
 
-def _read_file(path: Path) -> Iterator[Any]:
-    data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
-    if path.suffix == ".jsonl":
-        for line in data.split(b"\n"):
-            yield _parse(line) if line.strip() else None
-    elif path.suffix == ".json":
-        try:
-            rows = _loads(data.decode("utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not a JSON document in UTF-8: {error}; for JSON lines name it .jsonl") from None
-        if not isinstance(rows, list):
-            raise ValueError(f"{path} holds a JSON {_json_type(rows)}, not a list of rows")
-        yield from rows
-    else:
-        raise ValueError(f"{path}: expected a .json or .jsonl file, not {path.suffix or 'a file without suffix'}")
+def _read_source(
+    name: str, source: Source, seen: Counter[str], max_bad_fraction: float
+) -> tuple[list[Record], ReadReport]:
+    path = source.path
+    rows, notes = read_rows(path, revision=source.revision, split=source.split, subset=source.subset)
+    if not rows:
+        raise ValueError(f"{path} holds no rows")
+    report = ReadReport(source=name, num_rows=len(rows), notes=notes)
+    report.format, report.columns = _detect(path, rows, source.format, source.columns)
+    records = _convert(rows, report, seen)
+    if report.num_bad > max_bad_fraction * report.num_rows:
+        raise ValueError(
+            f"{path}: {report.num_bad} of {report.num_rows} rows are bad, more than data.max_bad_fraction "
+            f"{max_bad_fraction:g} allows: mend them (an answer must be text; write objects as JSON text), map other columns "
+            "with data.columns, or raise the limit\n  " + "\n  ".join(report.lines())
+        )
+    if not records:
+        raise ValueError(f"{path}: none of {report.num_rows} rows is usable\n  " + "\n  ".join(report.lines()))
+    return records, report
 
 
-def _parse(line: bytes) -> Any:
-    """A JSON line's value, or the BadRow that says why there is none."""
-    try:
-        return _loads(line.decode("utf-8"))
-    except UnicodeDecodeError:
-        return BadRow("not UTF-8")
-    except (ValueError, RecursionError):
-        return BadRow("not JSON")
-
-
-def _loads(text: str) -> Any:
-    """Parse JSON; numbers keep their spelling, since an answer of 3.10 must not be learnt as 3.1."""
-    return json.loads(text, parse_int=str, parse_float=str, parse_constant=str)
-
-
-def _read_hub(source: str, revision: str | None, split: str) -> Iterator[Any]:
-    if Path(source).is_dir():
-        raise ValueError(f"{source} is a folder: give a .json or .jsonl file")
-    if Path(source).suffix in _FILE_SUFFIXES or source.startswith((".", "/", "~")):
-        raise ValueError(f"data file {source} does not exist")
-    import datasets
-
-    try:
-        yield from datasets.load_dataset(source, revision=revision, split=split)
-    except Exception as error:  # the library raises a dozen types for "cannot have it"
-        raise ValueError(f"data set {source!r} is neither a local file nor to be had from the hub: {error}") from error
-
-
-def _detect(
-    source: str, rows: list[Any], format: str, columns: dict[str, str]
-) -> tuple[str, dict[str, str]]:
+def _detect(path: str, rows: list[Row], format: str, columns: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     """The format's name and its column map with the user's names in it."""
-    present = {column for row in rows if isinstance(row, dict) for column in row}
+    present = {column for row in rows if isinstance(row.value, dict) for column in row.value}
+    if not present:
+        raise ValueError(
+            f"{path}: none of {len(rows)} rows is an object with columns; the first is "
+            + (str(rows[0].value) if isinstance(rows[0].value, BadRow) else f"a JSON {json_type(rows[0].value)}")
+            + f" ({rows[0].place})"
+        )
     if format not in ("auto", *FORMATS):
         raise ValueError(f"no format {format!r}: auto, {', '.join(FORMATS)}")
     candidates = FORMATS if format == "auto" else {format: FORMATS[format]}
     for name, fields in candidates.items():
-        unknown = set(columns) - set(fields)
         mapping = {ours: columns.get(ours, column) for ours, column in fields.items()}
-        required = {column for ours, column in mapping.items() if ours != "input"}
-        if not unknown and required <= present:
+        required = {column for ours, column in mapping.items() if ours not in _OPTIONAL or ours in columns}
+        if set(columns) <= set(fields) and required <= present:
             mapping = {ours: column for ours, column in mapping.items() if column in present}
-            _refuse_empty_prompts(source, rows, mapping, present)
+            _refuse_empty_prompts(path, rows, mapping, present)
             return name, mapping
-    wanted = "; ".join(f"{n}: {', '.join(f.values())}" for n, f in candidates.items())
+    wanted = "; ".join(f"{n}: {', '.join(c for o, c in f.items() if o not in _OPTIONAL)}" for n, f in candidates.items())
+    mapped = f" with {', '.join(f'{o} <- {c}' for o, c in columns.items())}" if columns else ""
     raise ValueError(
-        f"{source} has the columns {', '.join(sorted(present)) or '(none)'}, which fit no format ({wanted}): "
-        "set data.format and map the names, e.g. data.columns: {instruction: question, response: answer}"
+        f"{path} has the columns {', '.join(sorted(present))}, which{mapped} fit no format ({wanted}): set data.format and "
+        "map the names, e.g. data.columns: {instruction: question, response: answer}"
     )
 
 
-def _refuse_empty_prompts(source: str, rows: list[Any], mapping: dict[str, str], present: set[str]) -> None:
+def _refuse_empty_prompts(path: str, rows: list[Row], mapping: dict[str, str], present: set[str]) -> None:
     """A data set whose every instruction is empty is a mapping mistake, not data."""
-    column = mapping.get("instruction")
-    if column and not any(isinstance(row, dict) and row.get(column) not in (None, "") for row in rows):
-        num_rows = sum(row is not None for row in rows)
-        raise ValueError(
-            f"{source}: {column} is empty in {num_rows} of {num_rows} rows; the columns are "
-            f"{', '.join(sorted(present))}: map the right one, e.g. data.columns: {{instruction: NAME}}"
-        )
+    for ours in ("instruction", "prompt"):
+        column = mapping.get(ours)
+        if column and not any(isinstance(r.value, dict) and r.value.get(column) not in (None, "", []) for r in rows):
+            raise ValueError(
+                f"{path}: {column} is empty in {len(rows)} of {len(rows)} rows; the columns are "
+                f"{', '.join(sorted(present))}: map the right one, e.g. data.columns: {{{ours}: NAME}}"
+            )
 
 
-def _convert(rows: list[Any], report: ReadReport) -> list[Record]:
-    seen: dict[str, int] = {}
+Turns = tuple[tuple[str, str], ...]
+
+
+def _convert(rows: list[Row], report: ReadReport, seen: Counter[str]) -> list[Record]:
+    readers: dict[str, Callable[[dict[str, Any], ReadReport], tuple[Turns, str]]] = {
+        "messages": _chat, "sharegpt": _chat, "prompt_completion": _prompt_completion,
+    }
+    to_turns = readers.get(report.format, _single_turn)
+    used = set(report.columns.values())
     records: list[Record] = []
-    to_turns = _messages_turns if report.format == "messages" else _single_turn
-    for number, row in enumerate(rows, start=1):
-        if row is None:  # an empty line; it keeps its number
-            continue
+    for row in rows:
+        value = row.value
         try:
-            if isinstance(row, BadRow):
-                raise row
-            if not isinstance(row, dict):
-                raise BadRow(f"a JSON {_json_type(row)} instead of an object")
-            turns, context = to_turns(row, report)
+            if isinstance(value, BadRow):
+                raise value
+            if not isinstance(value, dict):
+                raise BadRow(f"a JSON {json_type(value)} instead of an object")
+            turns, context = to_turns(value, report)
         except BadRow as kind:
-            report.bad.setdefault(str(kind), []).append(number)
+            report.bad.setdefault(str(kind), []).append(row.place)
             continue
+        report.unused.update(column for column, cell in value.items() if column not in used and cell not in (None, "", [], {}))
         if not any(role == "assistant" and text for role, text in turns):
             report.num_empty += 1
             continue
         while turns[-1][0] != "assistant":  # a question that nobody answers cannot be supervised
             turns = turns[:-1]
             report.num_unanswered += 1
+        report.num_unprompted += all(not text for role, text in turns if role == "user")
         content = _content_id(turns, context)
-        occurrence = seen.get(content, 0)
-        seen[content] = occurrence + 1
-        report.num_duplicates += occurrence > 0
-        records.append(Record(f"{content}-{occurrence}", turns, context))
+        report.num_duplicates += seen[content] > 0
+        records.append(Record(f"{content}-{seen[content]}", turns, context, report.source, str(row.place)))
+        seen[content] += 1
     return records
 
 
-def _single_turn(row: dict[str, Any], report: ReadReport) -> tuple[tuple[tuple[str, str], ...], str]:
+def _single_turn(row: dict[str, Any], report: ReadReport) -> tuple[Turns, str]:
     instruction = _text(row, report.columns["instruction"])
     context = _text(row, report.columns["input"]) if "input" in report.columns else ""
     response = _text(row, report.columns["response"])
     if report.format == "oss_instruct":
         instruction = OSS_INSTRUCT_PREFIX + instruction
-    return (("user", instruction), ("assistant", response)), "" if context.strip() in EMPTY_INPUTS else context
+    turns = (*_system(row, report), ("user", instruction), ("assistant", response))
+    return turns, "" if context.strip() in EMPTY_INPUTS else context
 
 
-def _messages_turns(row: dict[str, Any], report: ReadReport) -> tuple[tuple[tuple[str, str], ...], str]:
-    messages = row.get(report.columns["messages"])
+def _chat(row: dict[str, Any], report: ReadReport) -> tuple[Turns, str]:
+    return (*_system(row, report), *_turns(row.get(report.columns["messages"]), report.columns["messages"], report)), ""
+
+
+def _prompt_completion(row: dict[str, Any], report: ReadReport) -> tuple[Turns, str]:
+    """Both are text, or both are lists of messages."""
+    turns: list[tuple[str, str]] = []
+    for ours, role in (("prompt", "user"), ("completion", "assistant")):
+        column = report.columns[ours]
+        if isinstance(row.get(column), list):
+            turns += _turns(row[column], column, report)
+        else:
+            turns.append((role, _text(row, column)))
+    return tuple(turns), ""
+
+
+def _system(row: dict[str, Any], report: ReadReport) -> Turns:
+    text = _text(row, report.columns["system"]) if "system" in report.columns else ""
+    return (("system", text),) if text else ()
+
+
+def _turns(messages: Any, column: str, report: ReadReport) -> Turns:
+    """A list of messages, or such a list as JSON text (in a CSV cell)."""
+    if isinstance(messages, str) and messages.lstrip().startswith("["):
+        try:
+            messages = loads(messages)
+        except (ValueError, RecursionError):
+            raise BadRow(f"{column} is text that is not a JSON list of messages") from None
     if not isinstance(messages, list):
-        raise BadRow(f"messages is a JSON {_json_type(messages)}, not a list")
+        raise BadRow(f"{column} is a JSON {json_type(messages)}, not a list of messages")
     turns = []
     for message in messages:
-        if not isinstance(message, dict) or "role" not in message or "content" not in message:
-            raise BadRow("a message without role and content")
-        if message["role"] not in ROLES:
-            raise BadRow(f"unknown role {message['role']!r}; known: {', '.join(ROLES)}")
-        turns.append((message["role"], _text(message, "content")))
-    return tuple(turns), ""
+        keys = next((k for k in _KEYS if isinstance(message, dict) and k[0] in message), None)
+        if keys is None or (keys[1] not in message and not message.get("tool_calls")):
+            raise BadRow("a message without role and content (or from and value)")
+        if message.get("tool_calls"):
+            raise BadRow("a message with tool_calls, which templates write in their own ways: put the call's text into content")
+        role = ROLES.get(message[keys[0]]) if isinstance(message[keys[0]], str) else None
+        if role is None:
+            raise BadRow(f"unknown role {message[keys[0]]!r}; known: {', '.join(ROLES)}")
+        report.unused.update(f"{column}.{k}" for k, v in message.items() if k not in keys and v not in (None, "", [], {}))
+        turns.append((role, _content(message, keys[1])))
+    return tuple(turns)
+
+
+def _content(message: dict[str, Any], key: str) -> str:
+    """A message's text; a list of parts is joined if all of them are text."""
+    parts = message[key]
+    if isinstance(parts, list) and parts and all(isinstance(p, dict) and p.get("type") == "text" for p in parts):
+        return "".join(_text(part, "text") for part in parts)
+    return _text(message, key)
 
 
 def _text(row: dict[str, Any], column: str) -> str:
@@ -267,20 +298,28 @@ def _text(row: dict[str, Any], column: str) -> str:
         return ""
     if isinstance(value, str):
         if any("\ud800" <= char <= "\udfff" for char in value):
-            raise BadRow(f"{column} holds half of a surrogate pair")
+            raise BadRow(f"{column} is not valid Unicode (bytes that are not UTF-8, or half of a surrogate pair)")
         return value
     if isinstance(value, (bool, int, float)):
         return json.dumps(value)
-    raise BadRow(f"{column} is a JSON {_json_type(value)} where text is expected")
+    raise BadRow(f"{column} is a JSON {json_type(value)} where text is expected")
 
 
-def _content_id(turns: tuple[tuple[str, str], ...], context: str) -> str:
-    """Hash of the conversation; an input column counts as part of the first turn, as other formats write it."""
-    flat = [(role, user_text(text, context) if i == 0 else text) for i, (role, text) in enumerate(turns)]
+def _content_id(turns: Turns, context: str) -> str:
+    """Hash of the conversation; an input column counts as part of the user's turn, as other formats write it."""
+    first = next((i for i, (role, _) in enumerate(turns) if role == "user"), 0)
+    flat = [(role, user_text(text, context) if i == first else text) for i, (role, text) in enumerate(turns)]
     data = json.dumps(flat, ensure_ascii=True, separators=(",", ":"))
     return hashlib.blake2b(data.encode(), digest_size=8).hexdigest()
 
 
-def _json_type(value: Any) -> str:
-    names = {dict: "object", list: "list", str: "text", bool: "boolean", int: "number", float: "number"}
-    return "null" if value is None else names.get(type(value), type(value).__name__)
+def _where(places: list[Place]) -> str:
+    """E.g. "lines 3, 9" or "part-1.jsonl lines 3, 9; part-2.jsonl line 4"."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for place in places[:_SHOWN]:
+        groups.setdefault((place.file, place.unit), []).append(place.number)
+    text = "; ".join(
+        f"{file} {unit}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}".strip()
+        for (file, unit), numbers in groups.items()
+    )
+    return text + (", ..." if len(places) > _SHOWN else "")

@@ -27,7 +27,7 @@ from .training import TrainResult
 _held: list[IO[str]] = []  # lock files of this process, open until it ends
 
 
-def launch(parser: argparse.ArgumentParser, work: Callable[[Recipe, Path, Ranks], None]) -> None:
+def launch(parser: argparse.ArgumentParser, work: Callable[[Recipe, Path, Ranks, argparse.Namespace], None]) -> None:
     """Parse the arguments, join the job, do the work; what a user can mend becomes one message and exit code 2."""
     add_recipe_arguments(parser)
     args = parser.parse_args()
@@ -41,7 +41,7 @@ def launch(parser: argparse.ArgumentParser, work: Callable[[Recipe, Path, Ranks]
         sys.exit(2)
     try:
         with ranks_of_job() as ranks:
-            work(recipe, output_dir, ranks)
+            work(recipe, output_dir, ranks, args)
     except (ValueError, OSError) as error:
         print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
@@ -83,12 +83,7 @@ def open_run(recipe: Recipe, output_dir: Path, ranks: Ranks) -> None:  # collect
 
 def held_out_tokens(recipe: Recipe, output_dir: Path, ranks: Ranks) -> TokenTable | None:  # collective
     """The recipe's held-out samples; None if it names none."""
-    e = recipe.evaluate
-    if e.held_out is None:
-        return None
-    return prepare_tokens(
-        recipe, output_dir, ranks, source=e.held_out, split=e.held_out_split, label="held-out", limit=e.max_samples
-    )
+    return None if recipe.evaluate.held_out is None else prepare_tokens(recipe, output_dir, ranks, held_out=True)
 
 
 def evaluate_held_out(

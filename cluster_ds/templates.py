@@ -1,4 +1,4 @@
-"""Stage 1b: turns of a conversation -> segments of text, each inside or outside the loss.
+"""Stage 1c: turns of a conversation -> segments of text, each inside or outside the loss.
 
 Sources (byte-exact): `magicoder` is ise-uiuc/magicoder's training prompt, `alpaca` the pair of prompts of
 stanford_alpaca as AlpaCare and WizardCoder use it, `chat` the tokenizer's own chat template, `plain` is ours.
@@ -28,14 +28,20 @@ ALPACA_PROMPT_NO_INPUT = (
 )
 # Data sets write "no input" in these ways; AlpaCare's own script reads only the first as such.
 EMPTY_INPUTS = frozenset({"", "<noinput>", "NA"})
+_PROBE = "\ue000probe\ue000"
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of a sample's text; `supervised` pieces are in the loss."""
+    """A piece of a sample's text.
+
+    `supervised` pieces are in the loss. In `verbatim` ones the user's own text stands: "<|im_end|>" or "</s>" in them is
+    text, never the control token of that name.
+    """
 
     text: str
     supervised: bool
+    verbatim: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ def render(template: Template, turns: tuple[tuple[str, str], ...], context: str,
 
     Args:
         template: from `get_template`.
-        turns: (role, text), roles system, user and assistant; every assistant turn is supervised.
+        turns: (role, text), roles system, user, assistant and tool; every assistant turn is supervised.
         context: Alpaca's `input` column, "" when there is none.
         tokenizer: only `chat` uses it.
 
@@ -103,7 +109,7 @@ def render(template: Template, turns: tuple[tuple[str, str], ...], context: str,
         prompt = _fill(MAGICODER_PROMPT, f"{instruction}\nInput: {context}" if context else instruction)
     else:
         prompt = f"{instruction}\n{context}\n" if context else f"{instruction}\n"
-    return [Segment(prompt, False), Segment(response, True)]
+    return [Segment(prompt, False, True), Segment(response, True, True)]
 
 
 def _fill(pattern: str, instruction: str, context: str = "") -> str:
@@ -128,7 +134,8 @@ def _render_chat(turns: tuple[tuple[str, str], ...], context: str, tokenizer: An
 def _chat_segments(turns: tuple[tuple[str, str], ...], context: str, tokenizer: Any) -> list[Segment]:
     messages = [{"role": role, "content": text} for role, text in turns]
     if context:
-        messages[0]["content"] = user_text(messages[0]["content"], context)
+        asked = next(m for m in messages if m["role"] == "user")
+        asked["content"] = user_text(asked["content"], context)
     full = tokenizer.apply_chat_template(messages, tokenize=False)
     segments: list[Segment] = []
     done = 0
@@ -151,4 +158,46 @@ def _chat_segments(turns: tuple[tuple[str, str], ...], context: str, tokenizer: 
         segments += [Segment(full[done : len(before)], False), Segment(full[len(before) : end], True)]
         done = end
     segments.append(Segment(full[done:], False))
+    markers = control_tokens(tokenizer)
+    if any(marker in m["content"] for m in messages for marker in markers):
+        segments = _mark_verbatim(segments, _content_spans(messages, full, tokenizer))
     return [s for s in segments if s.text]
+
+
+def control_tokens(tokenizer: Any) -> list[str]:
+    """Texts that the tokenizer would read as control tokens."""
+    return [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+
+
+def _content_spans(messages: list[dict[str, str]], full: str, tokenizer: Any) -> list[tuple[int, int]]:
+    """Where each message's own text stands in the rendered conversation, found by rendering a probe in its place.
+
+    Raises:
+        ValueError: if the template changes a text that holds control tokens, so that its place is not known.
+    """
+    spans = []
+    for i, message in enumerate(messages):
+        probed = [*messages[:i], {**message, "content": _PROBE}, *messages[i + 1 :]]
+        start = tokenizer.apply_chat_template(probed, tokenize=False).find(_PROBE)
+        text = next((t for t in (message["content"], message["content"].strip()) if full.startswith(t, start)), None)
+        if start < 0 or text is None:
+            raise ValueError(
+                "a text with the template's own markers is rewritten by the chat template, so its place is not known: remove "
+                "the markers from the text, or use magicoder, alpaca or plain"
+            )
+        spans.append((start, start + len(text)))
+    return spans
+
+
+def _mark_verbatim(segments: list[Segment], spans: list[tuple[int, int]]) -> list[Segment]:
+    """Cut segments at the borders of the spans and mark what lies inside one."""
+    borders = sorted({edge for span in spans for edge in span})
+    out, position = [], 0
+    for segment in segments:
+        end = position + len(segment.text)
+        edges = [position, *(b for b in borders if position < b < end), end]
+        for start, stop in zip(edges, edges[1:], strict=False):
+            inside = any(a <= start and stop <= b for a, b in spans) and stop > start
+            out.append(Segment(segment.text[start - position : stop - position], segment.supervised, inside))
+        position = end
+    return out

@@ -7,41 +7,85 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from .files import commit_folder, hash_files, is_committed, read_json
+from .files import commit_folder, hash_files, is_committed, read_json, write_json
 from .records import Record, content_hash
-from .templates import Segment, Template, render
+from .templates import Segment, Template, control_tokens, render
 
 IGNORE_INDEX = -100
-VERSION = 1  # part of the cache key: raise it when the tokens of an unchanged input would change
+VERSION = 2  # part of the cache key: raise it when the tokens of an unchanged input would change
+
+
+# What other templates leave in a text that was made with them before.
+_LEFTOVERS = (
+    "### Instruction:", "### Response:", "@@ Instruction", "@@ Response", "<|im_start|>", "<|im_end|>", "<|user|>",
+    "<|assistant|>", "<|endoftext|>", "[INST]", "[/INST]", "<<SYS>>", "</s>", "{instruction}", "{input}",
+)
+_EXAMPLES = 5
 
 
 @dataclass
 class TokenReport:
-    """What became of the records."""
+    """What became of the records; examples are numbers of records, so that the report holds for any file of the content."""
 
     num_records: int = 0
+    num_tokens: int = 0
+    num_supervised: int = 0
     num_truncated: int = 0  # lost their end, EOS included
-    num_unsupervised: int = 0  # excluded: no supervised token left
+    num_unended: int = 0  # no end marker to learn although nothing was cut
     num_straddling: int = 0  # a token covers the border of prompt and answer; it is supervised
+    unsupervised: list[int] = field(default_factory=list)  # excluded: no supervised token left
+    num_marked: int = 0  # hold markers of a template as text
+    marked: list[int] = field(default_factory=list)
 
-    def lines(self) -> list[str]:
-        """The report as text, one finding a line."""
-        out = []
+    def lines(self, records: Sequence[Record], max_length: int) -> list[str]:
+        """The audit as text, one finding a line."""
+
+        def examples(numbers: list[int], count: int) -> str:
+            places = ", ".join(records[n].place or records[n].id for n in numbers[:_EXAMPLES])
+            return f"({places}{', ...' if count > _EXAMPLES else ''})"
+
+        num_kept = self.num_records - len(self.unsupervised)
+        out = [
+            f"audit: {self.num_supervised} of {self.num_tokens} tokens supervised "
+            f"({self.num_supervised / max(self.num_tokens, 1):.1%}); {num_kept - self.num_truncated - self.num_unended} of "
+            f"{num_kept} rows end with an end marker that is learnt"
+        ]
         if self.num_truncated:
-            out.append(f"{self.num_truncated} of {self.num_records} rows truncated: their end is not learnt")
-        if self.num_unsupervised:
-            out.append(f"{self.num_unsupervised} rows excluded: no supervised token left within data.max_length")
+            out.append(f"{self.num_truncated} rows truncated to {max_length} tokens: their end is not learnt")
+        if self.num_unended:
+            out.append(f"{self.num_unended} rows have no end marker: the tokenizer has no EOS, so the model learns no end")
+        if self.unsupervised:
+            where = examples(self.unsupervised, len(self.unsupervised))
+            out.append(f"{len(self.unsupervised)} rows excluded: no supervised token left after truncation to {max_length} {where}")
         if self.num_straddling:
             out.append(f"{self.num_straddling} rows have a token across the border of prompt and answer (supervised)")
+        if self.num_marked:
+            out.append(
+                f"{self.num_marked} rows hold markers of a template in their own text {examples(self.marked, self.num_marked)}: "
+                "tokenised as plain text; remove them if they are left over"
+            )
         return out
+
+    def require_supervised(self, max_masked_fraction: float, max_length: int) -> None:
+        """Refuse data whose rows are mostly without anything to learn.
+
+        Raises:
+            ValueError: with the numbers and the remedy.
+        """
+        masked = len(self.unsupervised)
+        if masked > max_masked_fraction * self.num_records:
+            raise ValueError(
+                f"{masked} of {self.num_records} rows have no supervised token within {max_length} tokens, more than "
+                f"data.max_masked_fraction {max_masked_fraction:g} allows: raise data.max_length, or the limit"
+            )
 
 
 class TokenTable:
@@ -49,6 +93,7 @@ class TokenTable:
 
     Attributes:
         ids: N sample ids.
+        sources: N names, the source of each sample.
         num_tokens: int64 [N].
         num_supervised: int64 [N], labels that the model is asked to predict (the first position has no predecessor).
     """
@@ -61,6 +106,8 @@ class TokenTable:
         self.data_hash: str = meta["data_hash"]
         self.report = TokenReport(**meta["report"])
         self.ids: list[str] = (folder / "ids.txt").read_text().split()
+        sources = read_json(folder / "sources.json")
+        self.sources: list[str] = sources if len(sources) == len(self.ids) else sources * len(self.ids)
         self.input_ids = np.load(folder / "input_ids.npy", mmap_mode="r")  # int32 [L]
         self.supervised = np.load(folder / "supervised.npy", mmap_mode="r")  # bool [L]
         self.offsets = np.load(folder / "offsets.npy")  # int64 [N + 1]
@@ -92,22 +139,29 @@ def token_key(records: list[Record], template: Template, tokenizer: Any, max_len
     return _hash(*text, str(max_length), str(VERSION))
 
 
-def tokenize_sample(
-    record: Record, template: Template, tokenizer: Any, max_length: int
-) -> tuple[list[int], list[bool], bool, bool]:
+@dataclass(frozen=True)
+class Tokenized:
+    """Token ids and mask of one record; `truncated`: lost its end; `ended`: an end marker is learnt."""
+
+    ids: list[int]
+    supervised: list[bool]
+    truncated: bool
+    straddles: bool
+    ended: bool
+
+
+def tokenize_sample(record: Record, template: Template, tokenizer: Any, max_length: int) -> Tokenized:
     """Token ids and mask of one record.
 
     BOS (where the tokenizer has one) stands first exactly once, EOS closes the last answer and is learnt; truncation is
     on the right, as in the training code of Magicoder and AlpaCare, so a truncated row loses its EOS.
-
-    Returns:
-        ids, supervised, whether it was truncated, whether a token straddles a border.
     """
     segments = render(template, record.turns, record.context, tokenizer)
     straddles = False
-    if template.joint:
+    mixed = len({s.verbatim for s in segments}) > 1
+    if template.joint and not mixed:
         ids, mask, straddles = _tokenize_joint(segments, tokenizer)
-    if not template.joint or (straddles and template.name == "chat"):
+    if not template.joint or mixed or (straddles and template.name == "chat"):
         # In a chat the prompt's tokens must be those that generation will start from, so no token may cross the border.
         ids, mask, straddles = *_tokenize_apart(segments, tokenizer), False
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -117,12 +171,18 @@ def tokenize_sample(
     closed = template.name == "chat" and any(i == eos and m for i, m in zip(ids, mask, strict=True))
     if eos is not None and not closed:
         ids, mask = [*ids, eos], [*mask, True]
-    return ids[:max_length], mask[:max_length], len(ids) > max_length, straddles
+    last = next((i for i, m in zip(reversed(ids), reversed(mask), strict=True) if m), None)
+    truncated = len(ids) > max_length
+    ended = not truncated and last in tokenizer.all_special_ids
+    return Tokenized(ids[:max_length], mask[:max_length], truncated, straddles, ended)
 
 
 def _tokenize_joint(segments: list[Segment], tokenizer: Any) -> tuple[list[int], list[bool], bool]:
     """Tokenise the whole text; a token is supervised if it covers any character of an answer."""
-    encoded = tokenizer("".join(s.text for s in segments), add_special_tokens=False, return_offsets_mapping=True)
+    encoded = tokenizer(
+        "".join(s.text for s in segments), add_special_tokens=False, return_offsets_mapping=True,
+        split_special_tokens=segments[0].verbatim,
+    )
     in_loss = np.concatenate([np.full(len(s.text), s.supervised) for s in segments])
     pieces = [in_loss[start:end] for start, end in encoded["offset_mapping"]]
     straddles = any(piece.any() and not piece.all() for piece in pieces)
@@ -134,7 +194,7 @@ def _tokenize_apart(segments: list[Segment], tokenizer: Any) -> tuple[list[int],
     ids: list[int] = []
     mask: list[bool] = []
     for segment in segments:
-        piece = tokenizer(segment.text, add_special_tokens=False)["input_ids"]
+        piece = tokenizer(segment.text, add_special_tokens=False, split_special_tokens=segment.verbatim)["input_ids"]
         ids += piece
         mask += [segment.supervised] * len(piece)
     return ids, mask
@@ -160,22 +220,31 @@ def build_tokens(
             raise ValueError(f"token cache {folder} is damaged: delete it and run the command again")
         return TokenTable(folder), True
     report = TokenReport(num_records=len(records))
+    markers = {*_LEFTOVERS, *control_tokens(tokenizer)}
     ids: list[str] = []
+    sources: list[str] = []
     chunks: list[np.ndarray] = []
     masks: list[np.ndarray] = []
-    for record in tqdm(records, desc="tokenising", unit="row", disable=None):
+    for number, record in enumerate(tqdm(records, desc="tokenising", unit="row", disable=None)):
         try:
-            tokens, mask, truncated, straddles = tokenize_sample(record, template, tokenizer, max_length)
+            sample = tokenize_sample(record, template, tokenizer, max_length)
         except ValueError as error:
-            raise ValueError(f"sample {record.id}: {error}") from None
-        report.num_truncated += truncated
-        report.num_straddling += straddles
-        if not any(mask[1:]):
-            report.num_unsupervised += 1
+            raise ValueError(f"sample {record.id} ({record.place}): {error}") from None
+        if any(marker in text for _, text in record.turns for marker in markers):
+            report.num_marked += 1
+            report.marked = [*report.marked, number][:_EXAMPLES]
+        if not any(sample.supervised[1:]):
+            report.unsupervised.append(number)
             continue
+        report.num_truncated += sample.truncated
+        report.num_unended += not (sample.ended or sample.truncated)
+        report.num_straddling += sample.straddles
+        report.num_tokens += len(sample.ids)
+        report.num_supervised += sum(sample.supervised[1:])
         ids.append(record.id)
-        chunks.append(np.asarray(tokens, dtype=np.int32))
-        masks.append(np.asarray(mask, dtype=bool))
+        sources.append(record.source)
+        chunks.append(np.asarray(sample.ids, dtype=np.int32))
+        masks.append(np.asarray(sample.supervised, dtype=bool))
     if not ids:
         raise ValueError(
             f"no supervised token left in any of {len(records)} rows after truncation to data.max_length {max_length}: "
@@ -184,6 +253,7 @@ def build_tokens(
     meta: dict[str, Any] = {"key": key, "data_hash": content_hash(records), "report": asdict(report), "version": VERSION}
     with commit_folder(folder, meta) as part:
         (part / "ids.txt").write_text("\n".join(ids))
+        write_json(part / "sources.json", sources if len(set(sources)) > 1 else sources[:1])
         np.save(part / "input_ids.npy", np.concatenate(chunks))
         np.save(part / "supervised.npy", np.concatenate(masks))
         np.save(part / "offsets.npy", np.concatenate([[0], np.cumsum([len(c) for c in chunks])]).astype(np.int64))
@@ -192,7 +262,7 @@ def build_tokens(
 
 
 def _table_hash(folder: Path) -> str:
-    return hash_files([*folder.glob("*.npy"), folder / "ids.txt"])
+    return hash_files([*folder.glob("*.npy"), folder / "ids.txt", folder / "sources.json"])
 
 
 def _hash(*parts: str) -> str:

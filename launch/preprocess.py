@@ -8,16 +8,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cluster_ds.distributed import Ranks
 from cluster_ds.files import write_text
-from cluster_ds.prepare import prepare
+from cluster_ds.prepare import prepare, prepare_tokens
 from cluster_ds.recipe import Recipe
 from cluster_ds.runs import launch, open_run
 
 
-def run(recipe: Recipe, output_dir: Path, ranks: Ranks) -> None:
+def run(recipe: Recipe, output_dir: Path, ranks: Ranks, args: argparse.Namespace) -> None:
     open_run(recipe, output_dir, ranks)
+    if args.preview:  # nothing but tokens, so no model is loaded
+        prepare_tokens(recipe, output_dir, ranks, preview=args.preview)
+        return
     prepare(recipe, output_dir, ranks)
     ranks.on_main(lambda: write_text(output_dir / "recipe.yaml", recipe.to_yaml()))
 
 
 if __name__ == "__main__":
-    launch(argparse.ArgumentParser(description=__doc__), run)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--preview", type=int, default=0, metavar="N", help="print N samples, supervised tokens marked, and stop")
+    launch(parser, run)

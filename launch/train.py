@@ -15,7 +15,7 @@ from cluster_ds.runs import evaluate_held_out, held_out_tokens, launch, open_run
 from cluster_ds.training import census, train
 
 
-def run(recipe: Recipe, output_dir: Path, ranks: Ranks) -> None:
+def run(recipe: Recipe, output_dir: Path, ranks: Ranks, args: argparse.Namespace) -> None:
     started = time.perf_counter()
     # Refuses before any time is spent.
     ranks.on_main(lambda: resolve_config(recipe.deepspeed.config, recipe.train, ranks.world_size))

@@ -63,7 +63,8 @@ def test_single_turn_templates_refuse_chats():
 
 def tokens(name, tokenizer, response, instruction="Say it.", context=""):
     record = Record("x", (("user", instruction), ("assistant", response)), context)
-    return tokenize_sample(record, get_template(name, tokenizer), tokenizer, 4096)
+    sample = tokenize_sample(record, get_template(name, tokenizer), tokenizer, 4096)
+    return sample.ids, sample.supervised, sample.truncated, sample.straddles
 
 
 @pytest.fixture(scope="module")

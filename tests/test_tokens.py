@@ -29,7 +29,7 @@ def test_truncation_and_rows_without_a_supervised_token(tmp_path, byte_tokenizer
     rows = records(("q", "a"), ("q" * 70, "a"), ("q", "a" * 70), ("q" * 61, "a"))
     table, _ = build(tmp_path, byte_tokenizer, rows)
     assert table.ids == ["r0", "r2", "r3"]  # r1's prompt alone fills the window
-    assert table.report.num_truncated == 3 and table.report.num_unsupervised == 1
+    assert table.report.num_truncated == 2 and table.report.unsupervised == [1]
     assert table.num_supervised.tolist() == [2, 61, 1]
     assert [row[-1] == byte_tokenizer.eos_token_id for row in (table[i]["input_ids"] for i in range(3))] == [
         True, False, False,
