@@ -41,11 +41,14 @@ def download(kind: Kind, name: str, revision: str | None, patterns: list[str], *
     what = f"{'model' if kind == 'model' else 'data set'} {name!r}" + (f" at revision {revision!r}" if revision else "")
     fetch = "run `python launch/recipe.py fetch NAME` where the hub can be reached, with the same HF_HOME"
     try:
-        folder = snapshot_download(name, repo_type=kind, revision=revision, allow_patterns=patterns, local_files_only=local_only)
+        folder = snapshot_download(
+            name, repo_type=kind, revision=revision, allow_patterns=patterns, local_files_only=local_only
+        )
     except GatedRepoError as error:
+        page = f"{constants.ENDPOINT}/{'' if kind == 'model' else 'datasets/'}{name}"
         raise ValueError(
-            f"{what} is gated: accept its licence at {constants.ENDPOINT}/{'' if kind == 'model' else 'datasets/'}{name}, log in "
-            f"with `hf auth login`, then try again ({_first_line(error)})"
+            f"{what} is gated: accept its licence at {page}, log in with `hf auth login`, then try again "
+            f"({_first_line(error)})"
         ) from error
     except RevisionNotFoundError as error:
         raise ValueError(f"{what}: the hub has no such revision ({_first_line(error)})") from error

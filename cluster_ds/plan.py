@@ -85,7 +85,7 @@ class Plan:
     def write(self, folder: Path) -> None:
         """Replace `folder` by this plan in one step."""
         columns = [self.ids, self.cluster, self.stratum, self.distance, self.weight, self.kept,
-                   self.num_tokens, self.num_supervised_tokens, self.loss, self.source or [None] * len(self)]
+                   self.num_tokens, self.num_supervised_tokens, self.loss, self.source or pa.nulls(len(self), pa.string())]
         arrays = [pa.array(c, type=t) for c, t in zip(columns, COLUMNS.values(), strict=True)]
         manifest = {**self.manifest, "format": FORMAT, "plan_hash": self.hash}
         with commit_folder(folder, manifest, replace=True) as part:
@@ -147,7 +147,8 @@ class Plan:
             mine = np.array([source == name for source in self.source])
             counts = [f"{int((mine & (self.cluster == c) & self.kept).sum())}/{int((mine & (self.cluster == c)).sum())}"
                       for c in range(len(sizes))]
-            lines.append(f"source {name}: kept {int((mine & self.kept).sum())} of {int(mine.sum())}; by cluster {', '.join(counts)}")
+            kept_here = int((mine & self.kept).sum())
+            lines.append(f"source {name}: kept {kept_here} of {int(mine.sum())}; by cluster {', '.join(counts)}")
         if "bias" in m:
             lines.append(
                 f"mean proxy of what is trained is off by {m['bias']['relative_shift']:.3f} of the full mean; "

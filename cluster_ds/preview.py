@@ -28,6 +28,6 @@ def preview_text(sample: dict[str, Any], tokenizer: Any) -> Text:
     text = Text()
     pairs = zip(sample["input_ids"].tolist(), (sample["labels"] != IGNORE_INDEX).tolist(), strict=True)
     for supervised, run in groupby(pairs, key=lambda pair: pair[1]):
-        decoded = tokenizer.decode([token for token, _ in run], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        decoded = tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)
         text.append(f"«{decoded}»" if supervised else decoded, style="bold green" if supervised else "dim")
     return text

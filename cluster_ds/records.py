@@ -173,7 +173,8 @@ def _detect(path: str, rows: list[Row], format: str, columns: Mapping[str, str])
             mapping = {ours: column for ours, column in mapping.items() if column in present}
             _refuse_empty_prompts(path, rows, mapping, present)
             return name, mapping
-    wanted = "; ".join(f"{n}: {', '.join(c for o, c in f.items() if o not in _OPTIONAL)}" for n, f in candidates.items())
+    needs = {name: [c for ours, c in fields.items() if ours not in _OPTIONAL] for name, fields in candidates.items()}
+    wanted = "; ".join(f"{name}: {', '.join(names)}" for name, names in needs.items())
     mapped = f" with {', '.join(f'{o} <- {c}' for o, c in columns.items())}" if columns else ""
     raise ValueError(
         f"{path} has the columns {', '.join(sorted(present))}, which{mapped} fit no format ({wanted}): set data.format and "
@@ -213,7 +214,7 @@ def _convert(rows: list[Row], report: ReadReport, seen: Counter[str]) -> list[Re
         except BadRow as kind:
             report.bad.setdefault(str(kind), []).append(row.place)
             continue
-        report.unused.update(column for column, cell in value.items() if column not in used and cell not in (None, "", [], {}))
+        report.unused.update(c for c, cell in value.items() if c not in used and cell not in (None, "", [], {}))
         if not any(role == "assistant" and text for role, text in turns):
             report.num_empty += 1
             continue
@@ -274,7 +275,7 @@ def _turns(messages: Any, column: str, report: ReadReport) -> Turns:
         if keys is None or (keys[1] not in message and not message.get("tool_calls")):
             raise BadRow("a message without role and content (or from and value)")
         if message.get("tool_calls"):
-            raise BadRow("a message with tool_calls, which templates write in their own ways: put the call's text into content")
+            raise BadRow("a message with tool_calls, which every template writes differently: put their text into content")
         role = ROLES.get(message[keys[0]]) if isinstance(message[keys[0]], str) else None
         if role is None:
             raise BadRow(f"unknown role {message[keys[0]]!r}; known: {', '.join(ROLES)}")

@@ -245,7 +245,7 @@ def _read_csv(data: bytes, path: Path, delimiter: str = ",") -> _Read:
             if twice:
                 raise ValueError(f"{path}: the header names {', '.join(map(repr, twice))} twice")
             if len(header) == 1 and any(d in header[0] for d in ";\t|"):
-                raise ValueError(f"{path}: the header {header[0]!r} has no {delimiter!r}: separate columns by it (.csv: ,  .tsv: tab)")
+                raise ValueError(f"{path}: the header {header[0]!r} has no {delimiter!r}: separate columns by it (in .tsv: a tab)")
         elif len(fields) != len(header):
             yield "line", line, BadRow(f"{len(fields)} fields where the header has {len(header)}")
         else:
@@ -285,15 +285,15 @@ def _table_rows(table: pa.Table, path: Path) -> _Read:
 
 def _column(column: pa.ChunkedArray, where: str) -> list[Any]:
     """A column's values in JSON's types; text that is not UTF-8 keeps its bytes as surrogates and spoils only its row."""
-    kind = column.type
-    if pa.types.is_dictionary(kind):
+    kind, types = column.type, pa.types
+    if types.is_dictionary(kind):
         column, kind = column.cast(kind.value_type), kind.value_type
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+    if types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind):
         return [v if v is None else v.decode("utf-8", "surrogateescape") for v in column.cast(pa.large_binary()).to_pylist()]
-    if pa.types.is_float16(kind) or pa.types.is_float32(kind):  # 3.1, not 3.0999999046325684
-        as_numpy = np.float16 if pa.types.is_float16(kind) else np.float32
+    if types.is_float16(kind) or types.is_float32(kind):  # 3.1, not 3.0999999046325684
+        as_numpy = np.float16 if types.is_float16(kind) else np.float32
         return [v if v is None else str(as_numpy(v)) for v in column.to_pylist()]
-    if pa.types.is_decimal(kind) or pa.types.is_temporal(kind):
+    if types.is_decimal(kind) or types.is_temporal(kind):
         return column.cast(pa.string()).to_pylist()
     try:
         return column.to_pylist()

@@ -182,8 +182,8 @@ def _content_spans(messages: list[dict[str, str]], full: str, tokenizer: Any) ->
         text = next((t for t in (message["content"], message["content"].strip()) if full.startswith(t, start)), None)
         if start < 0 or text is None:
             raise ValueError(
-                "a text with the template's own markers is rewritten by the chat template, so its place is not known: remove "
-                "the markers from the text, or use magicoder, alpaca or plain"
+                "the chat template rewrites a text that holds the template's own markers, so its place is not known: remove "
+                "them from the text, or use magicoder, alpaca or plain"
             )
         spans.append((start, start + len(text)))
     return spans

@@ -63,14 +63,17 @@ class TokenReport:
         if self.num_unended:
             out.append(f"{self.num_unended} rows have no end marker: the tokenizer has no EOS, so the model learns no end")
         if self.unsupervised:
-            where = examples(self.unsupervised, len(self.unsupervised))
-            out.append(f"{len(self.unsupervised)} rows excluded: no supervised token left after truncation to {max_length} {where}")
+            masked = len(self.unsupervised)
+            out.append(
+                f"{masked} rows excluded: no supervised token left after truncation to {max_length} "
+                + examples(self.unsupervised, masked)
+            )
         if self.num_straddling:
             out.append(f"{self.num_straddling} rows have a token across the border of prompt and answer (supervised)")
         if self.num_marked:
             out.append(
-                f"{self.num_marked} rows hold markers of a template in their own text {examples(self.marked, self.num_marked)}: "
-                "tokenised as plain text; remove them if they are left over"
+                f"{self.num_marked} rows hold markers of a template in their own text, tokenised as plain text; remove them if "
+                f"they are left over {examples(self.marked, self.num_marked)}"
             )
         return out
 
@@ -194,10 +197,18 @@ def _tokenize_apart(segments: list[Segment], tokenizer: Any) -> tuple[list[int],
     ids: list[int] = []
     mask: list[bool] = []
     for segment in segments:
-        piece = tokenizer(segment.text, add_special_tokens=False, split_special_tokens=segment.verbatim)["input_ids"]
+        text = segment.text
+        if text[0] in " \u2581" and _swallows_a_blank(tokenizer):
+            text = " " + text
+        piece = tokenizer(text, add_special_tokens=False, split_special_tokens=segment.verbatim)["input_ids"]
         ids += piece
         mask += [segment.supervised] * len(piece)
     return ids, mask
+
+
+def _swallows_a_blank(tokenizer: Any) -> bool:
+    """Whether a leading blank is lost, as in transformers 5's sentencepiece tokenizers, which take it for their prefix."""
+    return tokenizer(" a", add_special_tokens=False)["input_ids"] == tokenizer("a", add_special_tokens=False)["input_ids"]
 
 
 def build_tokens(
