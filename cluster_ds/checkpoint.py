@@ -18,7 +18,7 @@ import torch
 
 from .distributed import Ranks, on_gpu
 from .engine import ClusterEngine
-from .files import MANIFEST, commit_folder, fsync, read_json, write_json
+from .files import MANIFEST, commit_folder, fsync, read_json, require_space, write_json
 
 _SHARD_SIZE = "5GB"
 
@@ -50,7 +50,12 @@ def save_checkpoint(
         keep: whole checkpoints that stay, this one among them; unfinished and damaged ones go.
     """
     target = folder / tag_of(step)
-    ranks.on_main(lambda: shutil.rmtree(target, ignore_errors=True))  # an unfinished one of the same step
+
+    def make_room() -> None:
+        shutil.rmtree(target, ignore_errors=True)  # an unfinished one of the same step
+        require_space(folder, checkpoint_bytes(engine), f"the checkpoint of step {step}")
+
+    ranks.on_main(make_room)
     engine.engine.save_checkpoint(str(folder), tag=tag_of(step), client_state={}, save_latest=False)  # collective
     torch.save(_random_state(), target / f"random_rank_{ranks.rank}.pt")
     ranks.gather(True)  # every rank's files are written
@@ -67,6 +72,26 @@ def save_checkpoint(
             shutil.rmtree(old)
 
     ranks.on_main(commit)
+
+
+def checkpoint_bytes(engine: ClusterEngine) -> int:
+    """About what one checkpoint takes: weights, fp32 masters of bf16 weights, AdamW's two moments."""
+    optimizer = engine.engine.basic_optimizer
+    moments = 8 if isinstance(optimizer, torch.optim.AdamW) else 0
+    return sum(
+        n * (size + (4 if size == 2 and optimizer is not engine.engine.optimizer else 0) + moments)
+        for n, size in _sizes(engine)
+    )
+
+
+def export_bytes(engine: ClusterEngine, dtype: torch.dtype) -> int:
+    """What the exported weights take."""
+    return sum(n * dtype.itemsize for n, _ in _sizes(engine))
+
+
+def _sizes(engine: ClusterEngine) -> list[tuple[int, int]]:
+    """(number of elements, bytes of one) of each parameter; at ZeRO stage 3 a parameter itself is empty."""
+    return [(getattr(p, "ds_numel", p.numel()), p.element_size()) for p in engine.engine.module.parameters()]
 
 
 def find_checkpoint(folder: Path) -> Found:
@@ -131,6 +156,7 @@ def export_model(
     Raises:
         ValueError: if a weight is empty or not finite, or the reloaded model differs.
     """
+    ranks.on_main(lambda: require_space(folder.parent, export_bytes(engine, dtype), "the exported model"))
     weights = _gather_weights(engine, dtype, ranks.is_main)
 
     def write() -> None:

@@ -13,6 +13,7 @@ import pickle
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,12 +21,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
+
+from .files import write_text
+from .watch import Stopped, Watch
 
 T = TypeVar("T")
 _POLL_S = 0.1
 _FAILED = "cluster_ds/failed"
+_DEFAULT_PORT = 29500  # DeepSpeed's, when the user names none
 
 
 class PeerError(RuntimeError):
@@ -37,12 +43,14 @@ class Ranks:
 
     Attributes:
         rank, world_size, local_rank: 0, 1, 0 without a launcher.
+        watch: of this rank; it watches once it is started.
         device: where this rank computes.
     """
 
     def __init__(self, rank: int, world_size: int, local_rank: int, store: Any = None):
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
         self.device = torch.device("cuda", local_rank) if on_gpu() else torch.device("cpu")
+        self.watch = Watch(rank, world_size, _store_client)
         self._store = store
         self._calls = 0
 
@@ -137,7 +145,9 @@ def ranks_of_job() -> Iterator[Ranks]:
     _die_with_parent()
     prepare_extensions()
     if "RANK" not in os.environ:
-        yield Ranks(0, 1, 0)
+        ranks = Ranks(0, 1, 0)
+        ranks.watch.start()
+        yield ranks
         return
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -151,11 +161,20 @@ def ranks_of_job() -> Iterator[Ranks]:
     else:  # the launchers leave every rank all cores, and the ranks would fight over them
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world_size)))
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
+    agreed = _agree_on_port(rank, world_size)
     dist.init_process_group("nccl" if on_gpu() else "gloo", timeout=timedelta(minutes=_timeout_minutes()))
     try:
         ranks = Ranks(rank, world_size, local_rank, dist.distributed_c10d._get_default_store())
+        ranks.watch.start()
+        ranks.gather(True)
+        if agreed is not None and rank == 0:  # all have read it
+            agreed.unlink(missing_ok=True)
         try:
             yield ranks
+        except Stopped:
+            ranks.watch.stop_in_order()
+            ranks.leave_together()
+            raise
         except BaseException as error:
             ranks.tell_failure(error)
             raise
@@ -165,13 +184,80 @@ def ranks_of_job() -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
+def _agree_on_port(rank: int, world_size: int) -> Path | None:
+    """Under DeepSpeed's launcher on one node: settle MASTER_PORT before any rank could join a stranger's job.
+
+    The launcher hands out 29500 when the user names no port, so two jobs on a machine would meet. Then rank 0 takes a free
+    one; a port that the user names must be free. The ranks learn of it through a file named after their launcher.
+
+    Returns:
+        the file.
+    Raises:
+        ValueError: if the port that the user gave is taken.
+    """
+    if int(os.environ.get("LOCAL_SIZE", 0)) != world_size or "MASTER_PORT" not in os.environ:
+        return None  # several nodes, or another launcher
+    launcher = psutil.Process(os.getppid())
+    given = launcher.environ().get("MASTER_PORT")  # the launcher does not look at it
+    port = int(os.environ["MASTER_PORT"])
+    if port == _DEFAULT_PORT and given is not None:
+        port = int(given)
+    name = f"cluster_ds-{os.getuid()}-{launcher.pid}-{launcher.create_time():.2f}.port"
+    path = Path(tempfile.gettempdir(), name)
+    if rank == 0:
+        if port == _DEFAULT_PORT:
+            port = free_port()
+        elif not _is_free(port):
+            write_text(path, "taken")
+            time.sleep(10 * _POLL_S)  # the others are about to read it
+            path.unlink()
+            raise ValueError(
+                f"port {port} (MASTER_PORT, or deepspeed --master_port) is in use on {socket.gethostname()}: choose "
+                "another, or leave it out to get a free one"
+            )
+        write_text(path, str(port))
+    else:
+        deadline = time.monotonic() + 60 * _timeout_minutes()
+        while not path.is_file():
+            if time.monotonic() > deadline:
+                raise ValueError(f"rank 0 has not named a port in {path}")
+            time.sleep(_POLL_S)
+        if path.read_text() == "taken":
+            raise PeerError("rank 0: the port is taken")
+        port = int(path.read_text())
+    os.environ["MASTER_PORT"] = str(port)
+    return path
+
+
+def free_port() -> int:
+    """A port on which nobody listens on this host."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does: a port in TIME_WAIT is free
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def _store_client() -> Any:
+    """A client of the job's store of its own: the main thread may be waiting with the other one."""
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False,
+        timeout=timedelta(seconds=5),
+    )
+
+
 def ensure_process_group(ranks: Ranks) -> None:
     """A process group of one for a run without a launcher; DeepSpeed needs one."""
     if ranks.world_size == 1 and not dist.is_initialized():
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
         dist.init_process_group("nccl" if ranks.device.type == "cuda" else "gloo")
 
 

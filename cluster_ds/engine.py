@@ -27,7 +27,8 @@ from .loss import sample_losses, weighted_terms
 from .plan import Plan
 from .schedule import Schedule
 
-_NOT_FOR_MODEL = ("labels", "sample_weight", "is_filler", "row", "cluster", "denominator", "step")
+_VOTES = 5  # place of the votes among a step's sums; the clusters' sums follow
+_NOT_FOR_MODEL = ("labels", "sample_weight", "is_filler", "row", "cluster", "denominator", "step", "micro_step")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class StepRecord:
         cluster_loss: mean of the unweighted sample losses per cluster, NaN where a cluster has none.
         cluster_samples: samples per cluster.
         rows: the plan's rows that were trained on, sorted.
+        num_stop_votes: ranks that had `stop_vote` set when the step ended.
     """
 
     loss: float
@@ -51,13 +53,15 @@ class StepRecord:
     cluster_loss: list[float]
     cluster_samples: list[int]
     rows: list[int]
+    num_stop_votes: int = 0
 
 
 class ClusterEngine:
     """A DeepSpeed engine that takes the loader's micro-batches and knows the loss's scale.
 
     `engine` is DeepSpeed's own. Gradients only flow through `backward`: `loss.backward()` is refused, because DeepSpeed
-    would divide by the accumulation steps once more.
+    would divide by the accumulation steps once more. A rank that wants to stop sets `stop_vote`; the next step's record
+    tells every rank, at no cost.
     """
 
     def __init__(self, engine: Any, schedule: Schedule):
@@ -70,6 +74,7 @@ class ClusterEngine:
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
         self._bare_norm: torch.Tensor | None = None
         self._denominator = 1.0
+        self.stop_vote = False
 
     def __call__(self, batch: dict[str, Any]) -> torch.Tensor:
         """Run the model on a micro-batch.
@@ -109,6 +114,7 @@ class ClusterEngine:
             self._bare_norm = torch.nn.utils.get_total_norm(gradients)
         self.engine.step()
         if boundary:
+            self._sums[_VOTES] = float(self.stop_vote)
             dist.all_reduce(self._sums)  # collective
             mine = torch.cat(self._rows)
             rows = [torch.empty_like(mine) for _ in range(self.dp_world_size)]
@@ -127,13 +133,14 @@ class ClusterEngine:
         if self._last is None:
             raise ValueError("no optimizer step yet")
         sums, rows = self._last
-        numerator, weight_sum, samples, supervised, tokens, *clusters = sums.tolist()
+        numerator, weight_sum, samples, supervised, tokens, votes, *clusters = sums.tolist()
         losses, counts = clusters[: self._num_clusters], clusters[self._num_clusters :]
         return StepRecord(
             loss=numerator / self._denominator, weight_sum=weight_sum, num_samples=int(samples),
             num_supervised_tokens=int(supervised), num_tokens=int(tokens),
             cluster_loss=[s / n if n else float("nan") for s, n in zip(losses, counts, strict=True)],
             cluster_samples=[int(n) for n in counts], rows=sorted(rows[rows >= 0].tolist()),
+            num_stop_votes=int(votes),
         )
 
     @property
@@ -159,14 +166,15 @@ class ClusterEngine:
         keep = real.double()
         tokens = batch["attention_mask"].to(keep.device).sum(dim=1) if "attention_mask" in batch else counts
         columns = torch.stack([terms.double(), weights, torch.ones_like(keep), counts.double(), tokens.double()])
-        self._sums[:5] += columns @ keep
+        self._sums[:_VOTES] += columns @ keep
         self._rows.append(torch.where(real, batch["row"].to(keep.device), -1))
         clusters = batch["cluster"].to(keep.device)
-        self._sums.index_add_(0, 5 + clusters, means.double() * keep)
-        self._sums.index_add_(0, 5 + self._num_clusters + clusters, keep)
+        first = _VOTES + 1
+        self._sums.index_add_(0, first + clusters, means.double() * keep)
+        self._sums.index_add_(0, first + self._num_clusters + clusters, keep)
 
     def _fresh_sums(self) -> torch.Tensor:
-        return torch.zeros(5 + 2 * self._num_clusters, dtype=torch.float64, device=self.engine.device)
+        return torch.zeros(_VOTES + 1 + 2 * self._num_clusters, dtype=torch.float64, device=self.engine.device)
 
     def _refuse_foreign_backward(self, gradient: torch.Tensor) -> torch.Tensor:
         if not self._in_backward:

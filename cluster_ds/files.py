@@ -5,6 +5,8 @@ A reader sees a finished thing or nothing; a killed writer leaves only a `.part`
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -58,6 +60,54 @@ def require_ours(folder: Path) -> None:
     """
     if folder.exists() and not is_committed(folder):
         raise ValueError(f"{folder} is there, but was not made by cluster-ds: choose another --output_dir, or move it away")
+
+
+def require_space(folder: Path, num_bytes: float, what: str) -> None:
+    """Refuse to begin what the disk cannot hold.
+
+    Raises:
+        ValueError: with both numbers.
+    """
+    at = next(p for p in (folder, *folder.parents) if p.exists())
+    free = shutil.disk_usage(at).free
+    if free < num_bytes:
+        raise ValueError(
+            f"{what} needs about {size_text(num_bytes)} in {folder}, {size_text(free)} are free there: free space, or put "
+            "it elsewhere (--output_dir, data.cache_dir)"
+        )
+
+
+def size_text(num_bytes: float) -> str:
+    """E.g. "1.8 GB"."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes:.0f} bytes"
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a write failed for want of space; torch and safetensors say so in their own words."""
+    text = str(error)
+    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(
+        phrase in text for phrase in ("No space left", "os error 28", "file write failed", "unexpected pos")
+    )
+
+
+@contextmanager
+def exclusive(folder: Path, waiting: str) -> Iterator[None]:
+    """Hold a folder; the kernel lets go of it when its holder ends. `waiting` is printed if another process has it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print(waiting, flush=True)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:  # a file system without locks: two builders do the same work twice, and the first to finish wins
+        pass
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -11,7 +11,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from .schedule import RankBatch, Schedule, accumulation_steps, rank_batch
 from .tokens import IGNORE_INDEX, pad_batch
+from .watch import leave_workers_alone
 
+_REFUSED = "refused"
 Collate = Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]
 
 
@@ -31,7 +33,13 @@ class MicroBatches(Dataset):
         return self.schedule.num_steps * self.accumulation
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        """A micro-batch: what the model takes, and what the loss needs."""
+        """A micro-batch: what the model takes, and what the loss needs; a refusal travels from a worker as its text."""
+        try:
+            return self._make(number)
+        except ValueError as error:
+            return {_REFUSED: str(error)}
+
+    def _make(self, number: int) -> dict[str, Any]:
         step, micro_step = divmod(number, self.accumulation)
         if self._step is None or self._step[0] != step:
             batch = self.schedule.batch(step)
@@ -46,6 +54,7 @@ class MicroBatches(Dataset):
             "cluster": torch.from_numpy(self.schedule.plan.cluster[rows].astype(np.int64)),
             "denominator": denominator,
             "step": step,
+            "micro_step": micro_step,
         }
 
     def _sample(self, row: int) -> dict[str, Any]:
@@ -106,8 +115,11 @@ class ClusterLoader:
         numbers = range(self._position, len(self.batches))
         for batch in DataLoader(
             self.batches, batch_size=None, sampler=numbers, num_workers=self.num_workers, pin_memory=self.pin_memory,
+            worker_init_fn=leave_workers_alone,
             generator=torch.Generator(),  # its own: a draw from the global one would break bit-exact resume
         ):
+            if _REFUSED in batch:
+                raise ValueError(batch[_REFUSED])
             self._position += 1
             yield batch
 

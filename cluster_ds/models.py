@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,18 @@ def model_folder(section: ModelSection) -> Path:
         return Path(name)
     if name.startswith((".", "/", "~")):
         raise ValueError(f"model folder {name} does not exist")
-    folder = download("model", name, section.revision, MODEL_FILES)
-    if not any(folder.glob("*.safetensors")):  # an old repository
-        folder = download("model", name, section.revision, OLD_MODEL_FILES)
+    return download_model(section)
+
+
+def download_model(section: ModelSection, local_only: bool = False) -> Path:
+    """A hub model's folder in the hub's cache; old repositories have .bin files instead of safetensors."""
+    get = partial(download, "model", section.name_or_path, section.revision, local_only=local_only)
+    folder = get(MODEL_FILES)
+    if not any(folder.glob("*.safetensors")):
+        folder = get(OLD_MODEL_FILES)
+    for needed in ("config.json", "tokenizer*"):
+        if not any(folder.glob(needed)):
+            raise ValueError(f"{section.name_or_path} has no {needed} in {folder}: it is no whole causal language model")
     return folder
 
 
@@ -48,13 +58,18 @@ def load_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
+def text_config(folder: Path) -> Any:
+    """The language model's part of the configuration."""
+    return AutoConfig.from_pretrained(folder).get_text_config()
+
+
 def require_vocabulary(folder: Path, tokens: TokenTable) -> None:
     """Refuse token ids that the model has no embedding for: a tokenizer that was extended while the model was not.
 
     Raises:
         ValueError: with both numbers.
     """
-    size = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+    size = text_config(folder).vocab_size
     largest = int(tokens.input_ids.max())
     if largest >= size:
         raise ValueError(

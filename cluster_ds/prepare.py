@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,21 @@ import torch
 
 from .distributed import Ranks
 from .embedded import resolve_data
-from .files import is_committed, require_ours
-from .models import load_model, load_tokenizer, model_folder, model_hash, pad_token_id, require_vocabulary
+from .files import exclusive, is_committed, require_ours
+from .memory import peak_memory
+from .models import (
+    load_model,
+    load_tokenizer,
+    model_folder,
+    model_hash,
+    pad_token_id,
+    require_vocabulary,
+    text_config,
+)
 from .plan import Plan, make_plan
 from .preview import print_preview
 from .proxy import extract, proxy_key, read_proxies
-from .recipe import Recipe
+from .recipe import Recipe, SourceSection
 from .records import Source, read_records
 from .templates import get_template
 from .tokens import TokenTable, build_tokens
@@ -57,16 +68,16 @@ def extraction_dtype(recipe: Recipe) -> torch.dtype:
 
 def train_sources(recipe: Recipe) -> dict[str, Source]:
     """What the recipe trains on."""
-    return {name: Source(**{**s.model_dump(), "path": resolve_data(s.path)}) for name, s in recipe.data.all_sources.items()}
+    return {name: _source(section) for name, section in recipe.data.all_sources.items()}
 
 
 def held_out_sources(recipe: Recipe) -> dict[str, Source]:
-    """The recipe's held-out rows; a single training source says how they are read as well."""
-    data, e = recipe.data, recipe.evaluate
-    if e.held_out is None:
-        return {}
-    like = {} if data.sources else data.all_sources["data"].model_dump()
-    return {"data": Source(**{**like, "path": resolve_data(e.held_out), "split": e.held_out_split})}
+    """What the held-out loss is measured on."""
+    return {} if recipe.held_out_source is None else {"data": _source(recipe.held_out_source)}
+
+
+def _source(section: SourceSection) -> Source:
+    return Source(**{**section.model_dump(), "path": resolve_data(section.path)})
 
 
 def prepare_tokens(
@@ -114,7 +125,8 @@ def prepare(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Prepared:  # coll
     seconds = {}
 
     started = time.perf_counter()
-    tokens = prepare_tokens(recipe, output_dir, ranks)
+    with peak_memory("tokens", ranks):
+        tokens = prepare_tokens(recipe, output_dir, ranks)
     ranks.on_main(lambda: _require_enough(recipe, len(tokens), ranks.world_size))
     ranks.on_main(lambda: require_vocabulary(base, tokens))
     seconds["tokens"] = time.perf_counter() - started
@@ -140,10 +152,12 @@ def prepare(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Prepared:  # coll
 
     started = time.perf_counter()
     proxies_folder = cache_dir(recipe, output_dir) / "proxies" / key
-    num_reused = extract(
-        tokens, proxies_folder, lambda: load_model(base, recipe.model, dtype, ranks.device), ranks,
-        pad_id=pad_token_id(tokenizer), tokens_per_batch=selection.tokens_per_batch, cpu_threads=selection.cpu_threads,
-    )
+    with peak_memory("proxies", ranks), only_job(proxies_folder, ranks):
+        num_reused = extract(
+            tokens, proxies_folder, lambda: load_model(base, recipe.model, dtype, ranks.device), ranks,
+            pad_id=pad_token_id(tokenizer), tokens_per_batch=selection.tokens_per_batch,
+            cpu_threads=selection.cpu_threads, hidden_size=text_config(base).hidden_size,
+        )
     seconds["proxies"] = time.perf_counter() - started
     ranks.print(f"[proxies] {proxies_folder} ({num_reused} finished shards reused, {seconds['proxies']:.1f} s)")
 
@@ -159,8 +173,9 @@ def prepare(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Prepared:  # coll
         plan.write(plan_folder)
 
     started = time.perf_counter()
-    ranks.on_main(select_and_write)
-    plan = Plan.read(plan_folder)
+    with peak_memory("plan", ranks):
+        ranks.on_main(select_and_write)
+        plan = Plan.read(plan_folder)
     seconds["plan"] = time.perf_counter() - started
     ranks.print(*(f"[plan] {line}" for line in plan.lines()), f"[plan] written to {plan_folder}")
     return Prepared(base, tokenizer, tokens, plan, seconds)
@@ -174,6 +189,16 @@ def plan_settings(recipe: Recipe, world_size: int) -> dict[str, Any]:
         "min_fraction": s.min_fraction, "choice": s.choice, "balance": s.balance, "ratio": s.ratio, "keep": s.keep,
         "weighting": s.weighting, "seed": s.seed, "num_restarts": s.num_restarts, "normalize": True,
     }
+
+
+@contextmanager
+def only_job(folder: Path, ranks: Ranks) -> Iterator[None]:  # collective
+    """Let one job at a time build a shared folder; another one waits and then finds it finished."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as held:
+        waiting = f"[proxies] another job builds {folder}: waiting for it"
+        ranks.on_main(lambda: held.enter_context(exclusive(folder, waiting)))
+        yield
 
 
 def _require_enough(recipe: Recipe, num_samples: int, world_size: int) -> None:

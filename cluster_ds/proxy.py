@@ -23,13 +23,15 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from .distributed import Ranks
-from .files import commit_file, hash_files, read_json, write_json
+from .files import commit_file, hash_files, read_json, require_space, write_json
 from .loss import chunked_cross_entropy, supervised_positions
+from .memory import is_out_of_memory
 from .tokens import TokenTable, pad_batch
 
 VERSION = 1  # part of the key: raise it when proxies of an unchanged input would change
 _BATCHES_PER_SHARD = 16
 _MIN_SHARDS = 16
+_ROW_BYTES = 16  # row number, norm and loss beside the features
 _CHECKED_ROWS = 4
 _LOGIT_TOLERANCE = 0.01  # of the largest logit; bf16 rounds to 0.004
 
@@ -126,7 +128,7 @@ def gradient_proxies(
 
 def extract(
     tokens: TokenTable, folder: Path, load: Callable[[], PreTrainedModel], ranks: Ranks, *, pad_id: int,
-    tokens_per_batch: int, cpu_threads: int,
+    tokens_per_batch: int, cpu_threads: int, hidden_size: int,
 ) -> int:  # collective
     """Write the shards that are missing in `folder`; each rank takes whole shards.
 
@@ -138,6 +140,7 @@ def extract(
         pad_id: fills padding.
         tokens_per_batch: padded tokens of a forward pass.
         cpu_threads: of each rank on CPU, alike for any number of ranks.
+        hidden_size: H, for the space that is needed.
     Returns:
         the number of shards that were there already.
     Raises:
@@ -147,7 +150,10 @@ def extract(
 
     def unfinished() -> list[int]:
         folder.mkdir(parents=True, exist_ok=True)
-        return [s for s in range(len(shards)) if not _sidecar(folder, s).is_file()]
+        missing = [s for s in range(len(shards)) if not _sidecar(folder, s).is_file()]
+        num_rows = sum(len(batch) for s in missing for batch in shards[s])
+        require_space(folder, num_rows * (2 * hidden_size + _ROW_BYTES), "extraction")
+        return missing
 
     missing = ranks.on_main(unfinished)
     mine = missing[ranks.rank :: ranks.world_size]
@@ -194,10 +200,46 @@ def read_proxies(folder: Path, tokens: TokenTable, tokens_per_batch: int) -> Pro
 def run_batches(
     model: PreTrainedModel, tokens: TokenTable, batches: list[np.ndarray], pad_id: int, device: torch.device
 ) -> Iterator[tuple[np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """`batch_losses` of each batch, with its rows in front."""
-    for rows in batches:
+    """`batch_losses` of each batch, with its rows in front.
+
+    A batch that does not fit into memory is halved until it does, and so are those behind it: the token budget only falls.
+
+    Raises:
+        ValueError: if a sample alone does not fit.
+    """
+    budget = float("inf")
+    waiting = list(reversed(batches))
+    while waiting:
+        rows = waiting.pop()
+        size = len(rows) * int(tokens.num_tokens[rows].max())
+        if size > budget and len(rows) > 1:
+            half = len(rows) // 2
+            waiting += [rows[half:], rows[:half]]
+            continue
         batch = pad_batch([tokens[int(row)] for row in rows], pad_id)
-        yield rows, *batch_losses(model, **{k: torch.from_numpy(v).to(device) for k, v in batch.items()})
+        result = None
+        try:
+            result = batch_losses(model, **{k: torch.from_numpy(v).to(device) for k, v in batch.items()})
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            problem = str(error).splitlines()[0]
+        if result is not None:
+            yield rows, *result
+            continue
+        # Outside of the handler, whose traceback would keep the failed pass's tensors alive.
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        if len(rows) == 1:
+            raise ValueError(
+                f"out of memory on sample {tokens.ids[rows[0]]} alone ({size} tokens): lower data.max_length ({problem})"
+            )
+        budget = size / 2
+        waiting.append(rows)
+        print(
+            f"[proxies] out of memory with {size} tokens in a batch: going on with at most {int(budget)}; "
+            "selection.tokens_per_batch says how many to begin with", flush=True,
+        )  # fmt: skip
 
 
 def held_out_loss(

@@ -126,6 +126,8 @@ class TrainSection(Section):
     checkpoint_every: int = Field(100, ge=1)  # steps
     keep_checkpoints: int = Field(2, ge=1)
     num_workers: int = Field(2, ge=0)  # data loader processes per rank
+    max_nonfinite_steps: int = Field(0, ge=0)  # in a row whose gradient is not finite, left out by DeepSpeed
+    hang_timeout_s: float = Field(1500.0, gt=0)  # without progress in training; the rank that is behind is then named
     export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
 
     @model_validator(mode="after")
@@ -149,6 +151,7 @@ class EvaluateSection(Section):
     held_out: str | None = None  # same kinds of source as data.path
     held_out_split: str = "train"
     max_samples: int = Field(256, ge=1)
+    benchmarks: list[Literal["humaneval", "mbpp", "medqa"]] = []  # whose data the job needs; run by eval/, not by training
 
 
 class Recipe(Section):
@@ -162,6 +165,14 @@ class Recipe(Section):
     train: TrainSection
     deepspeed: DeepSpeedSection = DeepSpeedSection()
     evaluate: EvaluateSection = EvaluateSection()
+
+    @property
+    def held_out_source(self) -> SourceSection | None:
+        """The held-out rows; a single training source says how they are read as well."""
+        if self.evaluate.held_out is None:
+            return None
+        like = {} if self.data.sources else {f: getattr(self.data, f) for f in _RowsSection.model_fields}
+        return SourceSection(**{**like, "path": self.evaluate.held_out, "split": self.evaluate.held_out_split})
 
     def to_yaml(self) -> str:
         """The resolved recipe, defaults included, as it is saved with the run."""
@@ -236,12 +247,17 @@ def load_recipe(name_or_path: str, overrides: list[str] | None = None) -> Recipe
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that every launcher shares."""
     parser.add_argument("--recipe", required=True, metavar="NAME|PATH", help=f"one of {', '.join(available_recipes())}")
-    parser.add_argument(
-        "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="e.g. selection.ratio=0.5"
-    )
+    add_override_argument(parser)
     parser.add_argument("--deepspeed_config", metavar="FILE", help="replaces deepspeed.config of the recipe")
     parser.add_argument("--output_dir", type=Path, help="default: runs/<recipe name>")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # passed by the deepspeed launcher
+
+
+def add_override_argument(parser: argparse.ArgumentParser) -> None:
+    """`--set`, as often as wanted."""
+    parser.add_argument(
+        "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="e.g. selection.ratio=0.5"
+    )
 
 
 def recipe_from_args(args: argparse.Namespace) -> tuple[Recipe, Path]:

@@ -146,8 +146,8 @@ def _read_source(
     if report.num_bad > max_bad_fraction * report.num_rows:
         raise ValueError(
             f"{path}: {report.num_bad} of {report.num_rows} rows are bad, more than data.max_bad_fraction "
-            f"{max_bad_fraction:g} allows: mend them (an answer must be text; write objects as JSON text), map other columns "
-            "with data.columns, or raise the limit\n  " + "\n  ".join(report.lines())
+            f"{max_bad_fraction:g} allows: mend them (an answer must be text; write objects as JSON text), map other "
+            "columns with data.columns, or raise the limit\n  " + "\n  ".join(report.lines())
         )
     if not records:
         raise ValueError(f"{path}: none of {report.num_rows} rows is usable\n  " + "\n  ".join(report.lines()))
@@ -173,7 +173,7 @@ def _detect(path: str, rows: list[Row], format: str, columns: Mapping[str, str])
             mapping = {ours: column for ours, column in mapping.items() if column in present}
             _refuse_empty_prompts(path, rows, mapping, present)
             return name, mapping
-    needs = {name: [c for ours, c in fields.items() if ours not in _OPTIONAL] for name, fields in candidates.items()}
+    needs = {n: [c for ours, c in fields.items() if ours not in _OPTIONAL] for n, fields in candidates.items()}
     wanted = "; ".join(f"{name}: {', '.join(names)}" for name, names in needs.items())
     mapped = f" with {', '.join(f'{o} <- {c}' for o, c in columns.items())}" if columns else ""
     raise ValueError(

@@ -9,20 +9,24 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
+from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
 from .distributed import PeerError, Ranks, ranks_of_job
-from .files import read_json, write_json
+from .files import is_disk_full, read_json, write_json
 from .models import load_model, load_tokenizer, model_hash, pad_token_id
+from .preflight import look
 from .prepare import Prepared, cache_dir, extraction_dtype, prepare_tokens
 from .proxy import held_out_loss
 from .recipe import Recipe, add_recipe_arguments, recipe_from_args
+from .schedule import accumulation_steps
 from .tokens import TokenTable
 from .training import TrainResult
+from .watch import EXIT_STOPPED, Stopped
 
 _held: list[IO[str]] = []  # lock files of this process, open until it ends
 
@@ -33,24 +37,56 @@ def launch(parser: argparse.ArgumentParser, work: Callable[[Recipe, Path, Ranks,
     args = parser.parse_args()
     disable_progress_bar()  # transformers' own: two lines of every rank for every load
     rank = int(os.environ.get("RANK", 0))
+
+    def refuse(message: str) -> NoReturn:
+        print(f"error: {message}" if rank == 0 else f"error on rank {rank}: {message}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
     try:
         recipe, output_dir = recipe_from_args(args)
-    except ValueError as error:  # the same on every rank
-        if rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+    except ValueError as error:
+        if rank > 0:  # the same on every rank
+            sys.exit(2)
+        refuse(str(error))
     try:
         with ranks_of_job() as ranks:
             work(recipe, output_dir, ranks, args)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+    except Stopped as stop:
+        if rank == 0:
+            print(
+                f"stopped behind step {stop.step}, its checkpoint is written: the same command continues (exit code "
+                f"{EXIT_STOPPED})", file=sys.stderr, flush=True,
+            )  # fmt: skip
+        sys.exit(EXIT_STOPPED)
     except PeerError:  # that rank says why
         sys.exit(2)
-    except KeyboardInterrupt:
-        if rank == 0:
-            print("interrupted: the same command continues from what is finished", file=sys.stderr, flush=True)
-        sys.exit(130)
+    except ValueError as error:
+        refuse(str(error))
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if is_disk_full(error):
+            refuse(
+                f"the disk is full ({error}): free space and run the same command again; it continues from what is "
+                "finished, and the last whole checkpoint is kept"
+            )
+        if not isinstance(error, OSError):
+            raise
+        refuse(str(error))
+
+
+def dry_run(recipe: Recipe, output_dir: Path, ranks: Ranks, world_size: int) -> None:
+    """Print the batch arithmetic of `world_size` ranks and what the run would need; no GPU, weights or data are touched."""
+    t = recipe.train
+    if not ranks.is_main:
+        return
+    steps = accumulation_steps(t.global_batch_size, t.micro_batch_size, world_size)
+    print(
+        f"[dry run] recipe {recipe.name}: {world_size} ranks x {t.micro_batch_size} samples x {steps} micro-batches = "
+        f"{t.global_batch_size} a step, {t.epochs} epochs; {recipe.deepspeed.config}, {t.precision}, {t.optimizer}"
+    )
+    items = look(recipe, output_dir, world_size)
+    print(*(f"[dry run] {item.line()}" for item in items), sep="\n")
+    missing = sum(item.problem is not None for item in items)
+    print(f"[dry run] {missing} of {len(items)} items are missing" if missing else "[dry run] everything is here")
 
 
 def open_run(recipe: Recipe, output_dir: Path, ranks: Ranks) -> None:  # collective
@@ -62,8 +98,11 @@ def open_run(recipe: Recipe, output_dir: Path, ranks: Ranks) -> None:  # collect
     lock = output_dir / ".lock"
 
     def work() -> None:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        file = lock.open("a+")
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            file = lock.open("a+")
+        except OSError as error:
+            raise ValueError(f"cannot write to {output_dir} ({error.strerror}): choose another --output_dir") from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the kernel when this process ends
         except BlockingIOError:

@@ -88,8 +88,15 @@ def read_rows(
     return rows, notes
 
 
+def is_local(source: str) -> bool:
+    """Whether a source is meant as a path, not as a hub id."""
+    path = Path(source).expanduser()
+    looks_like_one = source.startswith((".", "/", "~")) or any(c in source for c in "*?[")
+    return looks_like_one or path.exists() or _reader_of(path) is not None
+
+
 def find_files(
-    source: str, *, revision: str | None = None, split: str = "train", subset: str | None = None
+    source: str, *, revision: str | None = None, split: str = "train", subset: str | None = None, local_only: bool = False
 ) -> tuple[list[tuple[str, Path]], list[str]]:
     """The data files of a source as (name, path), and notes on what was left out; see `read_rows`."""
     path = Path(source).expanduser()
@@ -104,11 +111,12 @@ def find_files(
         return [(p.name, p) for p in found], []
     if path.is_dir():
         return _choose(path, source, split)
-    if _reader_of(path) is not None or source.startswith((".", "/", "~")):
+    if is_local(source):
         raise ValueError(f"data file {source} does not exist")
-    card = download("dataset", source, revision, ["README.md"]) / "README.md"
+    card = download("dataset", source, revision, ["README.md"], local_only=local_only) / "README.md"
     patterns = _card_patterns(card, source, split, subset)
-    return _choose(download("dataset", source, revision, patterns or _hub_patterns()), source, split, patterns)
+    folder = download("dataset", source, revision, patterns or hub_patterns(), local_only=local_only)
+    return _choose(folder, source, split, patterns)
 
 
 def _choose(
@@ -136,7 +144,8 @@ def _choose(
     return [(names[p], p) for p in chosen], notes
 
 
-def _hub_patterns() -> list[str]:
+def hub_patterns() -> list[str]:
+    """The files of a hub data set that can be read."""
     return ["README.md", *(f"*{suffix}{gz}" for suffix in _READERS for gz in ("", ".gz"))]
 
 
@@ -245,7 +254,7 @@ def _read_csv(data: bytes, path: Path, delimiter: str = ",") -> _Read:
             if twice:
                 raise ValueError(f"{path}: the header names {', '.join(map(repr, twice))} twice")
             if len(header) == 1 and any(d in header[0] for d in ";\t|"):
-                raise ValueError(f"{path}: the header {header[0]!r} has no {delimiter!r}: separate columns by it (in .tsv: a tab)")
+                raise ValueError(f"{path}: the header {header[0]!r} has no {delimiter!r}: separate columns by it")
         elif len(fields) != len(header):
             yield "line", line, BadRow(f"{len(fields)} fields where the header has {len(header)}")
         else:

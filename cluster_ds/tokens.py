@@ -72,8 +72,8 @@ class TokenReport:
             out.append(f"{self.num_straddling} rows have a token across the border of prompt and answer (supervised)")
         if self.num_marked:
             out.append(
-                f"{self.num_marked} rows hold markers of a template in their own text, tokenised as plain text; remove them if "
-                f"they are left over {examples(self.marked, self.num_marked)}"
+                f"{self.num_marked} rows hold markers of a template in their own text, tokenised as plain text; remove them "
+                f"if they are left over {examples(self.marked, self.num_marked)}"
             )
         return out
 

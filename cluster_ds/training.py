@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,20 +18,33 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, get_scheduler
 from transformers.integrations import HfDeepSpeedConfig
 
-from .checkpoint import export_model, find_checkpoint, load_checkpoint, release, save_checkpoint
+from .checkpoint import (
+    checkpoint_bytes,
+    export_bytes,
+    export_model,
+    find_checkpoint,
+    load_checkpoint,
+    release,
+    save_checkpoint,
+)
 from .distributed import Ranks, ensure_process_group
 from .ds_config import resolve_config, zero_stage
 from .engine import ClusterEngine, StepRecord, initialize, join_deepspeed
-from .files import is_committed, read_json, require_ours, write_text
+from .files import is_committed, read_json, require_ours, require_space, write_text
 from .loader import ClusterLoader
+from .memory import is_out_of_memory, peak_memory
 from .models import load_model, pad_token_id
 from .plan import Plan
 from .prepare import Prepared
 from .recipe import Recipe, TrainSection
 from .schedule import Schedule
+from .watch import Stopped, Watch
 
 # What may change between two starts of one run: none of it changes what is learnt.
-_FREE_TO_CHANGE = {"micro_batch_size", "num_workers", "checkpoint_every", "keep_checkpoints", "export_dtype"}
+_FREE_TO_CHANGE = {
+    "micro_batch_size", "num_workers", "checkpoint_every", "keep_checkpoints", "export_dtype", "hang_timeout_s",
+    "max_nonfinite_steps",
+}
 _LOG_LINES = 20  # of a run whose output is not a terminal
 
 
@@ -70,13 +84,18 @@ def train(recipe: Recipe, prepared: Prepared, output_dir: Path, ranks: Ranks) ->
 
     ensure_process_group(ranks)
     started = time.perf_counter()
-    engine, loader = _build(recipe, prepared, config, ranks)
-    if step:
-        load_checkpoint(engine, output_dir / "checkpoints", step, ranks)
-        loader.load_state_dict({"step": step})
-    _loop(recipe.train, engine, loader, output_dir, identity, ranks)
     dtype = getattr(torch, recipe.train.export_dtype)
-    export_model(engine, prepared.tokenizer, model_folder, dtype, exported, ranks)
+    with peak_memory("training", ranks):
+        engine, loader = _build(recipe, prepared, config, ranks)
+        needed = checkpoint_bytes(engine) + export_bytes(engine, dtype)
+        ranks.on_main(lambda: require_space(output_dir, needed, "one checkpoint and the exported model"))
+        if step:
+            load_checkpoint(engine, output_dir / "checkpoints", step, ranks)
+            loader.load_state_dict({"step": step})
+        with ranks.watch.deferring(recipe.train.hang_timeout_s), _explained(recipe.train):
+            _loop(recipe.train, engine, loader, output_dir, identity, ranks)
+    with peak_memory("export", ranks):
+        export_model(engine, prepared.tokenizer, model_folder, dtype, exported, ranks)
     release(engine)  # the exported model is about to be loaded for evaluation
     ranks.print(f"[train] exported and reloaded {model_folder}")
     return TrainResult(model_folder, num_steps, time.perf_counter() - started, False)
@@ -221,14 +240,20 @@ def _loop(
     train: TrainSection, engine: ClusterEngine, loader: ClusterLoader, output_dir: Path, identity: dict[str, Any],
     ranks: Ranks,
 ) -> None:  # collective
-    schedule, first = engine.schedule, loader.step
+    schedule, first, watch = engine.schedule, loader.step, ranks.watch
     log = _Log(output_dir, first, schedule) if ranks.is_main else None
     bar = tqdm(total=schedule.num_steps, initial=first, desc="train", unit="step", disable=not ranks.is_main or None)
-    step, started, waited = first, time.perf_counter(), 0.0
-    for batch, wait_s in _timed(loader):
+    step, started, waited, num_left_out = first, time.perf_counter(), 0.0, 0
+    for batch, wait_s in _timed(loader, watch):
         waited += wait_s
         lr = engine.lr
-        engine.backward(engine(batch))
+        where = f"step {step + 1}, micro-batch {batch['micro_step'] + 1}"
+        watch.at(f"{where}, forward")
+        loss = engine(batch)
+        watch.at(f"{where}, backward")
+        engine.backward(loss)
+        watch.at(f"{where}, update")
+        engine.stop_vote = watch.requested is not None
         if not engine.step():
             continue
         record = engine.last_record
@@ -236,29 +261,76 @@ def _loop(
         if log is not None:
             log.write(step, record, lr, engine.grad_norm, now - started, waited)
             bar.set_postfix(loss=f"{record.loss:.3f}", tok_s=f"{record.num_tokens / (now - started):.0f}", refresh=False)
-        if not (math.isfinite(record.loss) and math.isfinite(engine.grad_norm or 0.0) and engine.step_applied):
-            raise ValueError(
-                f"step {step + 1}: loss {record.loss}, gradient norm {engine.grad_norm} on samples "
-                f"{[schedule.plan.ids[r] for r in record.rows[:8]]}, ...: nothing was saved since the last checkpoint; look "
-                "at these samples, or start again with a lower train.lr in another --output_dir"
-            )
+        if math.isfinite(record.loss) and math.isfinite(engine.grad_norm or 0.0) and engine.step_applied:
+            num_left_out = 0
+        else:
+            num_left_out += 1
+            _judge_step(train, engine, step + 1, num_left_out, ranks)
         step, started, waited = step + 1, time.perf_counter(), 0.0
         bar.update()
-        if step % train.checkpoint_every == 0 or step == schedule.num_steps:
+        if step % train.checkpoint_every == 0 or step == schedule.num_steps or record.num_stop_votes:
             if log is not None:
                 log.sync()  # a checkpoint never knows of steps that the log does not
             state = {"identity": identity, "micro_batch_size": train.micro_batch_size}
-            save_checkpoint(engine, output_dir / "checkpoints", step, state, ranks, train.keep_checkpoints)  # collective
+            with watch.unhurried():
+                save_checkpoint(engine, output_dir / "checkpoints", step, state, ranks, train.keep_checkpoints)  # collective
             started = time.perf_counter()
+        if record.num_stop_votes:
+            raise Stopped(step)
     bar.close()
     if log is not None:
         log.close()
 
 
-def _timed(loader: ClusterLoader) -> Iterator[tuple[dict[str, Any], float]]:
+def _judge_step(train: TrainSection, engine: ClusterEngine, step: int, num_left_out: int, ranks: Ranks) -> None:
+    """A step whose loss or gradient is not finite: tolerated if DeepSpeed left it out, and only so many in a row.
+
+    Raises:
+        ValueError: naming the samples.
+    """
+    record = engine.last_record
+    ids = [engine.schedule.plan.ids[r] for r in record.rows]
+    what = f"step {step}: loss {record.loss}, gradient norm {engine.grad_norm} on samples {', '.join(ids[:8])}"
+    what += f", ... ({len(ids)})" if len(ids) > 8 else ""
+    if not engine.step_applied and num_left_out <= train.max_nonfinite_steps:
+        limit = train.max_nonfinite_steps
+        ranks.print(f"[train] {what}: left out, {num_left_out} in a row of train.max_nonfinite_steps {limit}")
+        return
+    raise ValueError(
+        f"{what}: nothing was saved since the last checkpoint; look at these samples, or start again with a lower train.lr "
+        "in another --output_dir"
+    )
+
+
+@contextmanager
+def _explained(train: TrainSection) -> Iterator[None]:
+    """Turn what kills a training loop into what to change."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error).split("\n")[0]
+        if "DataLoader worker" in text:
+            raise ValueError(
+                f"a data loader worker died ({text}): if the machine is short of memory, lower train.num_workers from "
+                f"{train.num_workers}; the same command continues from the last checkpoint"
+            ) from error
+        if not is_out_of_memory(error):
+            raise
+        half = max(1, train.micro_batch_size // 2)
+        raise ValueError(
+            f"out of memory in training: lower train.micro_batch_size from {train.micro_batch_size} to {half} (the global "
+            "batch and the result stay the same)"
+            + ("" if train.gradient_checkpointing else ", set train.gradient_checkpointing to true")
+            + ", use a higher ZeRO stage (deepspeed.config, in another --output_dir), or more GPUs; the same command "
+            f"continues from the last checkpoint ({text})"
+        ) from error
+
+
+def _timed(loader: ClusterLoader, watch: Watch) -> Iterator[tuple[dict[str, Any], float]]:
     """Micro-batches with the seconds that they were waited for."""
     batches = iter(loader)
     while True:
+        watch.at(f"step {loader.step + 1}, loading a micro-batch")
         asked = time.perf_counter()
         batch = next(batches, None)
         if batch is None:

@@ -1,17 +1,33 @@
 # Sourced by recipes/*.sh after they have found the checkout: what every job needs.
 #
 #   cds_train RECIPE [ARGUMENTS ...]   start launch/train.py on this node's GPUs, or on $NUM_CPU_RANKS CPU ranks
-
-cds_free_port() {
-    "$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
-}
+#
+# SIGTERM or SIGUSR1 to the job script, and Ctrl-C, let the ranks finish their step and write a checkpoint; cds_train then
+# returns 75, "try again": the same command continues.
 
 cds_train() {
-    local recipe="$1"
+    local recipe="$1" code=0 runner
     shift
-    local -a ranks=()
+    local -a options=()
     # Without GPUs DeepSpeed would start one rank per NUMA node; with GPUs it takes the visible ones.
-    [ -n "${NUM_CPU_RANKS:-}" ] && ranks=(--num_gpus "$NUM_CPU_RANKS")
-    "$PYTHON" -m deepspeed.launcher.runner "${ranks[@]}" --master_port "${MASTER_PORT:-$(cds_free_port)}" \
-        "$CLUSTER_DS_HOME/launch/train.py" --recipe "$recipe" "$@"
+    [ -z "${NUM_CPU_RANKS:-}" ] || options+=(--num_gpus "$NUM_CPU_RANKS")
+    [ -z "${MASTER_PORT:-}" ] || options+=(--master_port "$MASTER_PORT") # else the ranks take a free one
+    # The launcher would kill its ranks; they look for this file instead.
+    CLUSTER_DS_STOP_FILE="$(mktemp -u)"
+    CLUSTER_DS_JOB_PID=$$ # and whether this script is still there
+    export CLUSTER_DS_STOP_FILE CLUSTER_DS_JOB_PID
+    trap ': > "$CLUSTER_DS_STOP_FILE"' TERM USR1 INT HUP
+    set -m # a process group of its own, so that Ctrl-C reaches this script alone
+    "$PYTHON" -m deepspeed.launcher.runner "${options[@]}" "$CLUSTER_DS_HOME/launch/train.py" --recipe "$recipe" "$@" &
+    runner=$!
+    set +m
+    while :; do # a trapped signal ends `wait`, not the job
+        code=0
+        wait "$runner" || code=$?
+        kill -0 "$runner" 2>/dev/null || break
+    done
+    trap - TERM USR1 INT HUP
+    [ ! -s "$CLUSTER_DS_STOP_FILE" ] || code=75 # rank 0 has answered; the launcher knows no such code
+    rm -f "$CLUSTER_DS_STOP_FILE"
+    return "$code"
 }

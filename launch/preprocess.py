@@ -8,6 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cluster_ds.distributed import Ranks
 from cluster_ds.files import write_text
+from cluster_ds.preflight import require_ready
 from cluster_ds.prepare import prepare, prepare_tokens
 from cluster_ds.recipe import Recipe
 from cluster_ds.runs import launch, open_run
@@ -18,6 +19,7 @@ def run(recipe: Recipe, output_dir: Path, ranks: Ranks, args: argparse.Namespace
     if args.preview:  # nothing but tokens, so no model is loaded
         prepare_tokens(recipe, output_dir, ranks, preview=args.preview)
         return
+    ranks.on_main(lambda: require_ready(recipe, output_dir, ranks.world_size, training=False))
     prepare(recipe, output_dir, ranks)
     ranks.on_main(lambda: write_text(output_dir / "recipe.yaml", recipe.to_yaml()))
 

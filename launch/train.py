@@ -8,17 +8,19 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cluster_ds.distributed import Ranks
-from cluster_ds.ds_config import resolve_config
+from cluster_ds.preflight import require_ready
 from cluster_ds.prepare import prepare
 from cluster_ds.recipe import Recipe
-from cluster_ds.runs import evaluate_held_out, held_out_tokens, launch, open_run, print_summary
+from cluster_ds.runs import dry_run, evaluate_held_out, held_out_tokens, launch, open_run, print_summary
 from cluster_ds.training import census, train
 
 
 def run(recipe: Recipe, output_dir: Path, ranks: Ranks, args: argparse.Namespace) -> None:
     started = time.perf_counter()
-    # Refuses before any time is spent.
-    ranks.on_main(lambda: resolve_config(recipe.deepspeed.config, recipe.train, ranks.world_size))
+    if args.dry_run:
+        dry_run(recipe, output_dir, ranks, args.ranks or ranks.world_size)
+        return
+    ranks.on_main(lambda: require_ready(recipe, output_dir, ranks.world_size))  # refuses before any time is spent
     open_run(recipe, output_dir, ranks)
     prepared = prepare(recipe, output_dir, ranks)
     held_out = held_out_tokens(recipe, output_dir, ranks)
@@ -31,4 +33,7 @@ def run(recipe: Recipe, output_dir: Path, ranks: Ranks, args: argparse.Namespace
 
 
 if __name__ == "__main__":
-    launch(argparse.ArgumentParser(description=__doc__), run)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dry_run", action="store_true", help="show the batch arithmetic and what is missing, then stop")
+    parser.add_argument("--ranks", type=int, metavar="W", help="of the dry run; default: those of this job")
+    launch(parser, run)

@@ -88,7 +88,7 @@ def test_batches_and_shards_hold_every_row_once():
     assert max(work) < 1.5 * min(work)
 
 
-SETTINGS = {"pad_id": 0, "tokens_per_batch": 60, "cpu_threads": 1}
+SETTINGS = {"pad_id": 0, "tokens_per_batch": 60, "cpu_threads": 1, "hidden_size": 32}
 
 
 def test_finished_shards_are_kept_and_damage_is_named(tmp_path):
@@ -138,3 +138,42 @@ def test_scaled_logits_are_refused_by_name(tmp_path):
 
     with pytest.raises(ValueError, match="LlamaForCausalLM: its logits differ by up to .* it scales or caps them"):
         extract(Table(random_samples(20)), tmp_path, scaled, Ranks(0, 1, 0), **SETTINGS)
+
+
+def test_out_of_memory_halves_the_budget_and_changes_nothing(tmp_path, capsys):
+    samples = Table(random_samples(40))
+    extract(samples, tmp_path / "a", tiny_llama, Ranks(0, 1, 0), **SETTINGS)
+    limit = 30
+    sizes = []
+
+    class Small(torch.nn.Module):
+        """Room for `limit` tokens."""
+
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, input_ids, **how):
+            if input_ids.numel() > limit:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+            sizes.append(input_ids.numel())
+            return self.inner(input_ids=input_ids, **how)
+
+    def load():
+        model = tiny_llama()
+        model.model = Small(model.model)
+        model.forward = tiny_llama().forward  # the start-up check is not what is tested
+        return model
+
+    extract(samples, tmp_path / "b", load, Ranks(0, 1, 0), **SETTINGS)
+    assert max(sizes) <= limit and "going on with at most" in capsys.readouterr().out
+    whole, halved = (read_proxies(tmp_path / name, samples, 60) for name in ("a", "b"))
+    assert np.allclose(whole.features, halved.features, atol=2e-3) and np.allclose(whole.losses, halved.losses, atol=1e-5)
+    limit = 3
+    with pytest.raises(ValueError, match=r"out of memory on sample s\d+ alone \(24 tokens\): lower data.max_length"):
+        extract(samples, tmp_path / "c", load, Ranks(0, 1, 0), **SETTINGS)
+
+
+def test_no_space_is_said_before_the_model_is_loaded(tmp_path):
+    with pytest.raises(ValueError, match=r"extraction needs about [\d.]+ GB in .*are free there: free space"):
+        extract(Table(random_samples(20)), tmp_path, None, Ranks(0, 1, 0), **{**SETTINGS, "hidden_size": 10**12})

@@ -1,0 +1,217 @@
+"""Stage 0c: what a recipe needs on this machine: fetched on a login node, and looked for before GPUs are used."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from safetensors import safe_open
+
+from .distributed import on_gpu
+from .ds_config import resolve_config
+from .embedded import PREFIX, require_embedded, resolve_data
+from .files import size_text
+from .hub import download, files_of, offline
+from .models import download_model, model_folder
+from .recipe import ModelSection, Recipe, SourceSection
+from .sources import find_files, hub_patterns, is_local
+
+# benchmark -> EvalPlus's name for its data, and the variable that names another copy; versions are evalplus 0.3.1's
+_EVALPLUS = {
+    "humaneval": ("HumanEvalPlus-v0.1.10.jsonl", "HUMANEVAL_OVERRIDE_PATH"),
+    "mbpp": ("MbppPlus-v0.2.0.jsonl", "MBPP_OVERRIDE_PATH"),
+}
+_MEDICAL = ("GBaker/MedQA-USMLE-4-options-hf", "openlifescienceai/medmcqa", "qiaojin/PubMedQA", "cais/mmlu")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing that a run needs: `problem` is None if it is there, `folder` where its files are, if it has any."""
+
+    name: str
+    problem: str | None
+    folder: Path | None = None
+
+    def line(self) -> str:
+        """As shown to people."""
+        return f"{'missing' if self.problem else 'here   '}  {self.name}" + (f": {self.problem}" if self.problem else "")
+
+
+def look(recipe: Recipe, output_dir: Path, world_size: int = 1) -> list[Item]:
+    """Look for everything; nothing is downloaded or made."""
+    return _items(recipe, output_dir, world_size, local_only=True)
+
+
+def fetch(recipe: Recipe, output_dir: Path) -> list[Item]:
+    """Download or make everything that a run of the recipe reads, into the ordinary caches."""
+    return _items(recipe, output_dir, 1, local_only=False)
+
+
+def require_ready(recipe: Recipe, output_dir: Path, world_size: int, training: bool = True) -> None:
+    """Refuse a run that would stop for want of something; making a plan alone needs only model and data.
+
+    Raises:
+        ValueError: listing every missing item. With the hub switched on, what it can still bring is not missing.
+    """
+    require_device(recipe)
+    missing = [item for item in look(recipe, output_dir, world_size) if item.problem]
+    missing = [item for item in missing if offline() or not item.name.startswith(_FROM_HUB)]
+    if not training:
+        missing = [item for item in missing if item.name.startswith(_FOR_PLAN)]
+    if missing:
+        raise ValueError(f"recipe {recipe.name} cannot run here:\n  " + "\n  ".join(item.line() for item in missing))
+
+
+def require_device(recipe: Recipe) -> None:
+    """Refuse a GPU recipe on a machine that shows no GPU, where it would silently take weeks."""
+    if Path(recipe.deepspeed.config).stem != "cpu" and not on_gpu() and os.environ.get("DS_ACCELERATOR") != "cpu":
+        raise ValueError(
+            f"recipe {recipe.name} (deepspeed.config {recipe.deepspeed.config}) is for GPUs, and this machine shows none. "
+            "To see everything work on a CPU: --recipe quickstart; to see what this recipe would do: --dry_run; to run it "
+            "on the CPU all the same: DS_ACCELERATOR=cpu"
+        )
+
+
+_FOR_PLAN = ("model ", "hub model ", "data ", "hub data set data ")
+_FROM_HUB = ("hub model ", "hub data set ", "benchmark data ")
+
+
+def _items(recipe: Recipe, output_dir: Path, world_size: int, local_only: bool) -> list[Item]:
+    config = recipe.deepspeed.config
+    items = [
+        _item(f"DeepSpeed config {config}", lambda: _checked(lambda: resolve_config(config, recipe.train, world_size))),
+        _model(recipe.model, local_only),
+    ]
+    for name, source in recipe.data.all_sources.items():
+        items.append(_data(f"data ({name})", source, local_only))
+    if recipe.held_out_source is not None:
+        items.append(_data("held-out data", recipe.held_out_source, local_only))
+    for benchmark in recipe.evaluate.benchmarks:
+        items += _benchmark(benchmark, local_only)
+    if set(recipe.evaluate.benchmarks) & set(_EVALPLUS):
+        items.append(_item("sandbox for generated code", _require_sandbox))
+    model = next((i.folder for i in items if i.name.endswith(recipe.model.name_or_path)), None)
+    items.append(_item("disk space", lambda: _require_space(recipe, model, output_dir)))
+    return items
+
+
+def _item(name: str, get: Callable[[], Path | None]) -> Item:
+    try:
+        return Item(name, None, get())
+    except (ValueError, OSError) as error:
+        return Item(name, str(error))
+
+
+def _checked(check: Callable[[], object]) -> None:
+    check()
+
+
+def _model(section: ModelSection, local_only: bool) -> Item:
+    name = section.name_or_path
+    if name.startswith(PREFIX) and local_only:  # made on first use from what is installed
+        return _item(f"model {name}", lambda: require_embedded(name))
+    if name.startswith((PREFIX, ".", "/", "~")) or Path(name).is_dir():
+        return _item(f"model {name}", lambda: model_folder(section))
+    return _item(f"hub model {name}", lambda: download_model(section, local_only))
+
+
+def _data(label: str, source: SourceSection, local_only: bool) -> Item:
+    path = source.path
+    if path.startswith(PREFIX):
+        return _item(f"{label} {path}", lambda: None if local_only else Path(resolve_data(path)).parent)
+    kind = label if is_local(path) else f"hub data set {label}"
+
+    def get() -> Path:
+        files, _ = find_files(
+            path, revision=source.revision, split=source.split, subset=source.subset, local_only=local_only
+        )
+        return files[0][1].parent
+
+    return _item(f"{kind} {path}", get)
+
+
+def _benchmark(name: str, local_only: bool) -> list[Item]:
+    if name == "medqa":
+        get_data = partial(download, "dataset")
+        return [
+            _item(f"benchmark data {repo}", partial(get_data, repo, None, hub_patterns(), local_only=local_only))
+            for repo in _MEDICAL
+        ]
+    file, variable = _EVALPLUS[name]
+
+    def get() -> Path:
+        given = os.environ.get(variable)
+        path = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "evalplus", file)
+        if not path.is_file() and not given and not local_only:
+            _fetch_evalplus(name)
+        if not path.is_file():
+            raise ValueError(f"{path} is not there: fetch it where the network can be reached, or set {variable} to a copy")
+        return path.parent
+
+    return [_item(f"benchmark data {file}", get)]
+
+
+def _fetch_evalplus(name: str) -> None:
+    try:
+        from evalplus.data import get_human_eval_plus, get_mbpp_plus
+    except ImportError:
+        raise ValueError("its data are fetched by the package evalplus: pip install evalplus==0.3.1") from None
+    (get_human_eval_plus if name == "humaneval" else get_mbpp_plus)()
+
+
+def _require_sandbox() -> None:
+    """Generated code is run without network and without our files: unprivileged namespaces are needed."""
+    command = ["unshare", "--user", "--map-root-user", "--net", "--mount", "true"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except FileNotFoundError:
+        raise ValueError("the command unshare (util-linux) is not installed") from None
+    if done.returncode:
+        raise ValueError(f"unprivileged user namespaces are switched off ({done.stderr.strip()}): have them switched on")
+
+
+def _require_space(recipe: Recipe, model: Path | None, output_dir: Path) -> None:
+    """One checkpoint and the exported model must fit; that old checkpoints are kept comes on top."""
+    number = num_parameters(model) if model is not None else 0
+    train = recipe.train
+    per_parameter = {"fp32": 4, "bf16_autocast": 4, "bf16": 6, "pure_bf16": 2}[train.precision]  # with fp32 masters
+    per_parameter += 8 if train.optimizer == "adamw" else 0
+    needed = number * (per_parameter + (4 if train.export_dtype == "float32" else 2))
+    at = next(p for p in (output_dir, *output_dir.parents) if p.exists())
+    free = shutil.disk_usage(at).free
+    if free < needed:
+        raise ValueError(
+            f"one checkpoint and the exported model take about {size_text(needed)}, {at} has {size_text(free)} free: choose "
+            "another --output_dir"
+        )
+
+
+def num_parameters(folder: Path) -> int:
+    """Parameters of a model folder, from the headers of its weights; 0 where it has no safetensors."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="np") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                count = 1
+                for size in file.get_slice(name).get_shape():
+                    count *= size
+                total += count
+    return total
+
+
+def inventory(items: list[Item]) -> list[str]:
+    """What was fetched: per item its commit, number of files, bytes and the hashes of the files, one line each."""
+    lines = []
+    for item in items:
+        lines.append(item.line())
+        if item.folder is None or item.problem or item.folder.parent.name != "snapshots":
+            continue
+        files = files_of(item.folder)
+        lines.append(f"         commit {item.folder.name}, {len(files)} files, {size_text(sum(s for _, s, _ in files))}")
+        lines += [f"         {digest}  {size:>12}  {name}" for name, size, digest in files]
+    return lines
