@@ -94,12 +94,26 @@ def _sizes(engine: ClusterEngine) -> list[tuple[int, int]]:
     return [(getattr(p, "ds_numel", p.numel()), p.element_size()) for p in engine.engine.module.parameters()]
 
 
-def find_checkpoint(folder: Path) -> Found:
-    """The newest whole checkpoint.
+def find_checkpoint(folder: Path, wanted: str | None = None) -> Found:
+    """The newest whole checkpoint, or the one that is wanted.
+
+    Args:
+        folder: of all checkpoints.
+        wanted: a checkpoint's path, or its name in `folder`.
 
     Raises:
-        ValueError: if there are finished checkpoints but all of them are damaged; nothing is deleted or overwritten.
+        ValueError: if there are finished checkpoints but all of them are damaged, or the one that is wanted is not whole;
+            nothing is deleted or overwritten.
     """
+    if wanted is not None:
+        path = folder / wanted if (folder / wanted).exists() else Path(wanted).resolve()
+        if path.parent != folder or not path.is_dir():
+            there = ", ".join(p.name for p in sorted(folder.glob("step-*"))) or "none"
+            raise ValueError(f"--resume {wanted}: no such checkpoint in {folder}, which has {there}")
+        problem = _problem(path)
+        if problem is not None:
+            raise ValueError(f"--resume {wanted}: {path} is not whole: {problem}")
+        return Found(read_json(path / MANIFEST)["step"], [])
     notes: list[str] = []
     damaged: list[str] = []
     for path in sorted(folder.glob("step-*"), reverse=True):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import deepspeed
@@ -22,11 +23,12 @@ import torch.distributed as dist
 
 from .distributed import assert_ranks_agree, build_cpu_communication, forget_shared_buffers, on_gpu
 from .ds_config import with_batch_arithmetic, zero_stage
-from .loader import ClusterLoader, Collate
+from .loader import ClusterLoader, Collate, stack
 from .loss import sample_losses, weighted_terms
 from .plan import Plan
 from .schedule import Schedule
 
+LossFn = Callable[[Any, dict[str, Any]], torch.Tensor]
 _VOTES = 5  # place of the votes among a step's sums; the clusters' sums follow
 _NOT_FOR_MODEL = ("labels", "sample_weight", "is_filler", "row", "cluster", "denominator", "step", "micro_step")
 
@@ -64,9 +66,10 @@ class ClusterEngine:
     tells every rank, at no cost.
     """
 
-    def __init__(self, engine: Any, schedule: Schedule):
-        self.engine, self.schedule = engine, schedule
+    def __init__(self, engine: Any, schedule: Schedule, loss_fn: LossFn | None = None):
+        self.engine, self.schedule, self.loss_fn = engine, schedule, loss_fn
         self.dp_world_size = dist.get_world_size()
+        self._inputs = None if loss_fn is None else set(signature(engine.module.forward).parameters)
         self._num_clusters = schedule.plan.num_clusters
         self._in_backward = False
         self._sums = self._fresh_sums()
@@ -83,16 +86,34 @@ class ClusterEngine:
             W x weighted numerator / D, a scalar whose mean over ranks, summed over micro-batches, is the step's loss.
         """
         device = self.engine.device
-        inputs = {k: v.to(device, non_blocking=True) for k, v in batch.items() if k not in _NOT_FOR_MODEL}
-        labels, weights, filler = (batch[k].to(device) for k in ("labels", "sample_weight", "is_filler"))
-        logits = self.engine(**inputs, use_cache=False).logits
-        sums, counts = sample_losses(logits, labels)
+        names = set(batch) - set(_NOT_FOR_MODEL) if self._inputs is None else set(batch) & self._inputs
+        inputs = {k: v.to(device, non_blocking=True) for k, v in batch.items() if k in names}
+        weights, filler = (batch[k].to(device) for k in ("sample_weight", "is_filler"))
+        if self.loss_fn is None:
+            logits = self.engine(**inputs, use_cache=False).logits
+            sums, counts = sample_losses(logits, batch["labels"].to(device))
+        else:
+            sums, counts = self._own_losses(self.engine(**inputs), batch)
         terms = weighted_terms(sums, counts, weights, self.schedule.normalization)
         loss = self.dp_world_size * terms.sum() / batch["denominator"]
         self._denominator = batch["denominator"]
         self._add(terms.detach(), (sums / counts.clamp(min=1)).detach(), counts, weights, ~filler, batch)
         loss.register_hook(self._refuse_foreign_backward)
         return loss
+
+    def _own_losses(self, outputs: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """`loss_fn`'s mean loss of each sample as sums over its supervised tokens, with their counts from the plan."""
+        assert self.loss_fn is not None
+        device = self.engine.device
+        on_device = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
+        means = self.loss_fn(outputs, on_device)
+        if means.shape != batch["sample_weight"].shape:
+            raise ValueError(
+                f"loss_fn gave a loss of shape {list(means.shape)} for {len(batch['sample_weight'])} samples: it must give "
+                "one loss a sample (reduction='none', then the mean over each sample's own elements)"
+            )
+        counts = torch.from_numpy(self.schedule.plan.num_supervised_tokens[batch["row"].numpy()]).to(device)
+        return means.float() * counts, counts
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backpropagate a loss that `__call__` returned."""
@@ -195,16 +216,17 @@ def join_deepspeed() -> None:  # collective
 def initialize(
     *, model: torch.nn.Module, config: dict[str, Any], dataset: Any, plan: Plan, epochs: int = 1, seed: int = 0,
     normalization: str = "sample_mean", allocation: str = "cluster", optimizer: torch.optim.Optimizer | None = None,
-    lr_scheduler: Callable[[torch.optim.Optimizer, int], Any] | None = None, collate: Collate | None = None,
-    pad_id: int = 0, num_workers: int = 0,
+    lr_scheduler: Callable[[torch.optim.Optimizer, int], Any] | None = None, loss_fn: LossFn | None = None,
+    collate: Collate | None = None, pad_id: int = 0, num_workers: int = 0,
 ) -> tuple[ClusterEngine, Any, ClusterLoader, Any]:
     """`deepspeed.initialize` for a plan.
 
     Args:
-        model: a causal language model whose outputs have `.logits`.
+        model: a causal language model whose outputs have `.logits`; with `loss_fn` any module.
         config: DeepSpeed's config with train_batch_size (the global batch) and train_micro_batch_size_per_gpu;
             gradient_accumulation_steps is derived.
-        dataset: dataset[i] -> {"input_ids", "labels"[, "id"]} belongs to plan.ids[i]; checked when it is read.
+        dataset: dataset[i] -> {"input_ids", "labels"[, "id"]} belongs to plan.ids[i]; checked when it is read. With
+            `loss_fn` any dictionary.
         plan: what to train on.
         epochs: passes over the kept samples.
         seed: of the order.
@@ -212,7 +234,9 @@ def initialize(
         allocation: "cluster" or "tokens", see `schedule.rank_batch`.
         optimizer: a client optimizer; otherwise the config's.
         lr_scheduler: called with the optimizer and the number of steps; DeepSpeed steps the result.
-        collate, pad_id, num_workers: of the loader.
+        loss_fn: (model's outputs, batch) -> float [B], the mean loss of each sample, for models that are no Hugging Face
+            causal language models. The model is called with those of the batch's entries that its forward names.
+        collate, pad_id, num_workers: of the loader; with `loss_fn` and no `collate` samples are stacked as they are.
     Returns:
         engine, optimizer, loader, scheduler (None without one).
     Raises:
@@ -226,8 +250,9 @@ def initialize(
     )
     loader = ClusterLoader(
         dataset, schedule, dp_rank=dist.get_rank(), dp_world_size=world_size,
-        micro_batch_size=config["train_micro_batch_size_per_gpu"], allocation=allocation, collate=collate, pad_id=pad_id,
-        num_workers=num_workers, pin_memory=on_gpu(),
+        micro_batch_size=config["train_micro_batch_size_per_gpu"], allocation=allocation,
+        collate=collate or (stack if loss_fn is not None else None), pad_id=pad_id, num_workers=num_workers,
+        pin_memory=on_gpu(), count_labels=loss_fn is None,
     )
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
     facts: dict[str, int | str] = {
@@ -242,7 +267,7 @@ def initialize(
     )
     if zero_stage(config) == 0 and config.get("bf16", {}).get("enabled"):
         _undo_phantom_step(engine)
-    return ClusterEngine(engine, schedule), optimizer, loader, scheduler
+    return ClusterEngine(engine, schedule, loss_fn), optimizer, loader, scheduler
 
 
 def _undo_phantom_step(engine: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from .schedule import RankBatch, Schedule, accumulation_steps, rank_batch
 from .tokens import IGNORE_INDEX, pad_batch
@@ -20,9 +20,10 @@ Collate = Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]
 class MicroBatches(Dataset):
     """This rank's micro-batches by their number: step x G + micro_step. A pure function, so any worker can make any."""
 
-    def __init__(self, dataset: Any, schedule: Schedule, collate: Collate, **cut: Any):
+    def __init__(self, dataset: Any, schedule: Schedule, collate: Collate, count_labels: bool = True, **cut: Any):
         """`cut` is what `rank_batch` wants beside the batch."""
         self.dataset, self.schedule, self.collate, self.cut = dataset, schedule, collate, cut
+        self.count_labels = count_labels
         self.accumulation = accumulation_steps(
             schedule.global_batch_size, cut["micro_batch_size"], cut["dp_world_size"]
         )
@@ -61,6 +62,8 @@ class MicroBatches(Dataset):
         sample, plan = self.dataset[row], self.schedule.plan
         if "id" in sample and sample["id"] != plan.ids[row]:
             raise ValueError(f"dataset[{row}] is sample {sample['id']}, but the plan has {plan.ids[row]} in this row")
+        if not self.count_labels:
+            return sample
         supervised = int(np.count_nonzero(np.asarray(sample["labels"])[1:] != IGNORE_INDEX))
         if supervised != plan.num_supervised_tokens[row]:
             raise ValueError(
@@ -84,19 +87,20 @@ class ClusterLoader:
         pad_id: fills the default collate's padding.
         num_workers: processes that prepare micro-batches ahead; 0 prepares them in this one.
         pin_memory: for copies to a GPU.
+        count_labels: check that each sample's labels are as many as the plan says.
     """
 
     def __init__(
         self, dataset: Any, schedule: Schedule, *, dp_rank: int, dp_world_size: int, micro_batch_size: int,
         allocation: str = "cluster", collate: Collate | None = None, pad_id: int = 0, num_workers: int = 0,
-        pin_memory: bool = False,
+        pin_memory: bool = False, count_labels: bool = True,
     ):
         if len(dataset) != len(schedule.plan):
             raise ValueError(f"the data set has {len(dataset)} samples, the plan {len(schedule.plan)}")
         self.schedule = schedule
         self.batches = MicroBatches(
             dataset, schedule, collate or _Pad(pad_id), dp_rank=dp_rank, dp_world_size=dp_world_size,
-            micro_batch_size=micro_batch_size, allocation=allocation,
+            micro_batch_size=micro_batch_size, allocation=allocation, count_labels=count_labels,
         )
         self.num_workers, self.pin_memory = num_workers, pin_memory
         self._position = 0  # micro-batches handed out
@@ -130,6 +134,11 @@ class ClusterLoader:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue behind `state["step"]` finished steps."""
         self._position = state["step"] * self.batches.accumulation
+
+
+def stack(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Samples of equal shapes as a batch; the ids stay behind."""
+    return default_collate([{key: value for key, value in sample.items() if key != "id"} for sample in samples])
 
 
 class _Pad:

@@ -13,7 +13,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from .distributed import on_gpu
-from .ds_config import resolve_config
+from .ds_config import find_config, resolve_config
 from .embedded import PREFIX, require_embedded, resolve_data
 from .files import size_text
 from .hub import download, files_of, offline
@@ -58,6 +58,7 @@ def require_ready(recipe: Recipe, output_dir: Path, world_size: int, training: b
     Raises:
         ValueError: listing every missing item. With the hub switched on, what it can still bring is not missing.
     """
+    find_config(recipe.deepspeed.config)  # a misspelt one is no GPU recipe
     require_device(recipe)
     missing = [item for item in look(recipe, output_dir, world_size) if item.problem]
     missing = [item for item in missing if offline() or not item.name.startswith(_FROM_HUB)]

@@ -159,12 +159,13 @@ def extract(
     mine = missing[ranks.rank :: ranks.world_size]
     if mine:
         with _threads(cpu_threads, ranks.device):
-            model = load().eval()
+            model, room = load().eval(), Room()
             _check_head(model, tokens, ranks.device)
             total = int(sum(tokens.num_tokens[b].sum() for s in mine for b in shards[s]))
             with tqdm(total=total, desc="proxies", unit="tok", disable=not ranks.is_main or None) as bar:
                 for number, shard in enumerate(mine, start=1):
-                    _write_shard(folder, shard, _run_shard(model, tokens, shards[shard], pad_id, ranks.device, bar))
+                    arrays = _run_shard(model, tokens, shards[shard], pad_id, ranks.device, room, bar)
+                    _write_shard(folder, shard, arrays)
                     if bar.disable and number * 10 // len(mine) > (number - 1) * 10 // len(mine):  # a job's log
                         ranks.print(f"[proxies] rank 0 has finished {number} of its {len(mine)} shards")
             del model
@@ -197,22 +198,28 @@ def read_proxies(folder: Path, tokens: TokenTable, tokens_per_batch: int) -> Pro
     return Proxies(features, norms, losses)
 
 
+@dataclass
+class Room:
+    """Padded tokens of a forward pass that memory has room for, as far as is known."""
+
+    tokens: float = float("inf")
+
+
 def run_batches(
-    model: PreTrainedModel, tokens: TokenTable, batches: list[np.ndarray], pad_id: int, device: torch.device
+    model: PreTrainedModel, tokens: TokenTable, batches: list[np.ndarray], pad_id: int, device: torch.device, room: Room
 ) -> Iterator[tuple[np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """`batch_losses` of each batch, with its rows in front.
 
-    A batch that does not fit into memory is halved until it does, and so are those behind it: the token budget only falls.
+    A batch that does not fit into memory is halved until it does, and so are those behind it: `room` only shrinks.
 
     Raises:
         ValueError: if a sample alone does not fit.
     """
-    budget = float("inf")
     waiting = list(reversed(batches))
     while waiting:
         rows = waiting.pop()
         size = len(rows) * int(tokens.num_tokens[rows].max())
-        if size > budget and len(rows) > 1:
+        if size > room.tokens and len(rows) > 1:
             half = len(rows) // 2
             waiting += [rows[half:], rows[:half]]
             continue
@@ -234,10 +241,10 @@ def run_batches(
             raise ValueError(
                 f"out of memory on sample {tokens.ids[rows[0]]} alone ({size} tokens): lower data.max_length ({problem})"
             )
-        budget = size / 2
+        room.tokens = size / 2
         waiting.append(rows)
         print(
-            f"[proxies] out of memory with {size} tokens in a batch: going on with at most {int(budget)}; "
+            f"[proxies] out of memory with {size} tokens in a batch: going on with at most {size // 2}; "
             "selection.tokens_per_batch says how many to begin with", flush=True,
         )  # fmt: skip
 
@@ -256,7 +263,7 @@ def held_out_loss(
     if batches:
         with _threads(cpu_threads, ranks.device):
             model = load().eval()
-            for rows, samples, _, losses in run_batches(model, tokens, batches, pad_id, ranks.device):
+            for rows, samples, _, losses in run_batches(model, tokens, batches, pad_id, ranks.device, Room()):
                 total = torch.zeros(len(rows), dtype=torch.float64).index_add(0, samples.cpu(), losses.double().cpu())
                 sums.update(zip(rows.tolist(), total.tolist(), strict=True))
     merged = {row: value for part in ranks.gather(sums) for row, value in part.items()}
@@ -269,10 +276,11 @@ def held_out_loss(
 
 
 def _run_shard(
-    model: PreTrainedModel, tokens: TokenTable, batches: list[np.ndarray], pad_id: int, device: torch.device, bar: tqdm
+    model: PreTrainedModel, tokens: TokenTable, batches: list[np.ndarray], pad_id: int, device: torch.device, room: Room,
+    bar: tqdm,
 ) -> dict[str, np.ndarray]:
     parts: dict[str, list[np.ndarray]] = {"rows": [], "features": [], "norms": [], "losses": []}
-    for rows, samples, hidden, losses in run_batches(model, tokens, batches, pad_id, device):
+    for rows, samples, hidden, losses in run_batches(model, tokens, batches, pad_id, device, room):
         features, norms, mean_losses = gradient_proxies(samples, hidden, losses, len(rows))
         finite = torch.isfinite(features).all(dim=1) & torch.isfinite(mean_losses)
         if not finite.all():

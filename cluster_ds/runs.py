@@ -112,7 +112,9 @@ def open_run(recipe: Recipe, output_dir: Path, ranks: Ranks) -> None:  # collect
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         _held.append(file)
-        ranks.print(f"[run] recipe {recipe.name}, {ranks.world_size} ranks on {ranks.device.type}, folder {output_dir}")
+        port = f", port {os.environ['MASTER_PORT']}" if ranks.world_size > 1 else ""
+        where = f"{ranks.world_size} ranks on {ranks.device.type}{port}"
+        ranks.print(f"[run] recipe {recipe.name}, {where}, folder {output_dir}")
 
     ranks.on_main(work)
     blind = [rank for rank, sees in enumerate(ranks.gather(lock.is_file())) if not sees]

@@ -65,8 +65,10 @@ class TrainResult:
     reused: bool
 
 
-def train(recipe: Recipe, prepared: Prepared, output_dir: Path, ranks: Ranks) -> TrainResult:  # collective
-    """Train on the plan, from the newest whole checkpoint of `output_dir` if there is one.
+def train(
+    recipe: Recipe, prepared: Prepared, output_dir: Path, ranks: Ranks, resume: str | None = None
+) -> TrainResult:  # collective
+    """Train on the plan, from the newest whole checkpoint of `output_dir` if there is one, or from `resume`.
 
     Raises:
         ValueError: if the folder holds a run of something else, naming what differs, or only damaged checkpoints.
@@ -76,10 +78,11 @@ def train(recipe: Recipe, prepared: Prepared, output_dir: Path, ranks: Ranks) ->
     identity = {**_identity(recipe, prepared.plan, config), "num_steps": num_steps}
     model_folder = output_dir / "model"
     exported = {**identity, "export_dtype": recipe.train.export_dtype}
-    if ranks.on_main(lambda: is_committed(model_folder) and read_json(model_folder / "manifest.json") == exported):
+    finished = ranks.on_main(lambda: is_committed(model_folder) and read_json(model_folder / "manifest.json") == exported)
+    if finished and resume is None:
         ranks.print(f"[train] reused the finished model {model_folder}")
         return TrainResult(model_folder, num_steps, 0.0, True)
-    step = ranks.on_main(lambda: _resume_step(output_dir, identity, recipe.train, ranks))
+    step = ranks.on_main(lambda: _resume_step(output_dir, identity, recipe.train, ranks, resume))
     ranks.on_main(lambda: write_text(output_dir / "recipe.yaml", recipe.to_yaml()))
 
     ensure_process_group(ranks)
@@ -167,11 +170,13 @@ def _identity(recipe: Recipe, plan: Plan, config: dict[str, Any]) -> dict[str, A
     return {**train, "plan": plan.hash, "model": plan.manifest["provenance"].get("model"), "zero_stage": zero_stage(config)}
 
 
-def _resume_step(output_dir: Path, identity: dict[str, Any], train: TrainSection, ranks: Ranks) -> int:
+def _resume_step(
+    output_dir: Path, identity: dict[str, Any], train: TrainSection, ranks: Ranks, wanted: str | None
+) -> int:
     """Steps that a whole checkpoint of this very run has done; 0 to begin."""
     require_ours(output_dir / "model")
     folder = output_dir / "checkpoints"
-    found = find_checkpoint(folder)
+    found = find_checkpoint(folder, wanted)
     ranks.print(*(f"[train] {note}" for note in found.notes))
     if found.step is None:
         if is_committed(output_dir / "model"):

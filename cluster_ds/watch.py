@@ -189,7 +189,7 @@ class Watch:
             )
         if self.rank in behind:
             frame = sys._current_frames().get(self._main_thread)
-            stack = "".join(traceback.format_stack(frame)[-12:]) if frame is not None else ""
+            stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
             print(f"[rank {self.rank}] in {self._where}, its stack:\n{stack}", file=sys.stderr, flush=True)
         time.sleep(1)
         self._leave(EXIT_HANGS, "")
@@ -220,6 +220,11 @@ class Watch:
             try:
                 stream.flush()
             except OSError:
+                pass
+        for child in psutil.Process().children(recursive=True):  # a loader's worker may be what hangs
+            try:
+                child.kill()
+            except psutil.Error:
                 pass
         os._exit(code)
 

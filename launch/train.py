@@ -7,6 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from cluster_ds.checkpoint import find_checkpoint
 from cluster_ds.distributed import Ranks
 from cluster_ds.preflight import require_ready
 from cluster_ds.prepare import prepare
@@ -22,10 +23,12 @@ def run(recipe: Recipe, output_dir: Path, ranks: Ranks, args: argparse.Namespace
         return
     ranks.on_main(lambda: require_ready(recipe, output_dir, ranks.world_size))  # refuses before any time is spent
     open_run(recipe, output_dir, ranks)
+    if args.resume:
+        ranks.on_main(lambda: find_checkpoint(output_dir / "checkpoints", args.resume))  # refuses what is not there
     prepared = prepare(recipe, output_dir, ranks)
     held_out = held_out_tokens(recipe, output_dir, ranks)
     before = evaluate_held_out(recipe, held_out, prepared.model_folder, output_dir, ranks, label="before")
-    result = train(recipe, prepared, output_dir, ranks)
+    result = train(recipe, prepared, output_dir, ranks, args.resume)
     after = evaluate_held_out(recipe, held_out, result.model, output_dir, ranks, label="after")
     lines = ranks.on_main(lambda: census(output_dir, prepared.plan, result.num_steps))
     ranks.print(*(f"[census] {line}" for line in lines))
@@ -34,6 +37,7 @@ def run(recipe: Recipe, output_dir: Path, ranks: Ranks, args: argparse.Namespace
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--resume", metavar="NAME|PATH", help="of a checkpoint, e.g. step-00000050; default: the newest")
     parser.add_argument("--dry_run", action="store_true", help="show the batch arithmetic and what is missing, then stop")
     parser.add_argument("--ranks", type=int, metavar="W", help="of the dry run; default: those of this job")
     launch(parser, run)

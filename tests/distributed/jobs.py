@@ -17,13 +17,16 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 TIMEOUT_S = 300
 
 
-def start_job(output_dir: Path, *arguments: str, recipe: str = "tiny", num_ranks: int = 2, script: str = "train.py"):
-    """A running job; its output goes to a file beside `output_dir`."""
+def start_job(
+    output_dir: Path, *arguments: str, recipe: str = "tiny", num_ranks: int = 2, script: str = "train.py",
+    port: int | None = 0, environment: dict[str, str] | None = None,
+):
+    """A running job; its output goes to a file beside `output_dir`. Port 0: one that is free, None: none is given."""
     log = output_dir.with_suffix(".out").open("a")
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", **(environment or {})}
     command = [
-        str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(num_ranks), "--master_port", str(free_port()),
-        str(ROOT / "launch" / script), "--recipe", recipe, "--output_dir", str(output_dir), *arguments,
+        str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(num_ranks),
+        *([] if port is None else ["--master_port", str(port or free_port())]), str(ROOT / "launch" / script), "--recipe", recipe, "--output_dir", str(output_dir), *arguments,
     ]
     return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=output_dir.parent)
 
@@ -41,6 +44,8 @@ def rank_processes(job) -> list[psutil.Process]:
     found = {}
     for process in psutil.Process(job.pid).children(recursive=True):
         try:
+            if process.cmdline() == process.parent().cmdline():  # a loader's worker, forked from its rank
+                continue
             for argument in process.cmdline():
                 if argument.startswith("--local_rank="):
                     found[int(argument.split("=")[1])] = process
@@ -54,14 +59,18 @@ def steps_done(output_dir: Path) -> int:
     return len(log.read_text().splitlines()) if log.is_file() else 0
 
 
+def wait_until(job, condition) -> None:
+    """Return as soon as `condition()` holds; the job must still run."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert job.poll() is None, "the job ended before its moment came"
+        assert time.monotonic() < deadline, "the moment never came"
+        time.sleep(0.0005)
+
+
 def kill_rank_when(job, rank: int, condition) -> None:
     """kill -9 one rank as soon as `condition()` holds; then the whole job must end by itself, with an error."""
-    deadline = time.monotonic() + TIMEOUT_S
-    ranks: list[psutil.Process] = []
-    while not condition():
-        assert job.poll() is None, "the job ended before it could be killed"
-        assert time.monotonic() < deadline, "the moment to kill never came"
-        time.sleep(0.0005)
+    wait_until(job, condition)
     ranks = rank_processes(job)
     os.kill(ranks[rank].pid, signal.SIGKILL)
     assert job.wait(TIMEOUT_S) != 0
