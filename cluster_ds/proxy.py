@@ -32,6 +32,7 @@ VERSION = 1  # part of the key: raise it when proxies of an unchanged input woul
 _BATCHES_PER_SHARD = 16
 _MIN_SHARDS = 16
 _ROW_BYTES = 16  # row number, norm and loss beside the features
+_SHARD_BYTES = 8192  # a header and a sidecar, in whole blocks
 _CHECKED_ROWS = 4
 _LOGIT_TOLERANCE = 0.01  # of the largest logit; bf16 rounds to 0.004
 
@@ -152,7 +153,8 @@ def extract(
         folder.mkdir(parents=True, exist_ok=True)
         missing = [s for s in range(len(shards)) if not _sidecar(folder, s).is_file()]
         num_rows = sum(len(batch) for s in missing for batch in shards[s])
-        require_space(folder, num_rows * (2 * hidden_size + _ROW_BYTES), "extraction")
+        needed = num_rows * (2 * hidden_size + _ROW_BYTES) + len(missing) * _SHARD_BYTES
+        require_space(folder, needed, "extraction")
         return missing
 
     missing = ranks.on_main(unfinished)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from .files import commit_folder, hash_files, is_committed, read_json, write_json
+from .files import commit_folder, hash_files, is_committed, read_json, require_space, write_json
 from .records import Record, content_hash
 from .templates import Segment, Template, control_tokens, render
 
@@ -262,6 +262,7 @@ def build_tokens(
             "the prompts alone fill the window; raise data.max_length"
         )
     meta: dict[str, Any] = {"key": key, "data_hash": content_hash(records), "report": asdict(report), "version": VERSION}
+    require_space(cache_dir, 5 * report.num_tokens + sum(map(len, ids)) + 16 * len(ids), "the token cache")
     with commit_folder(folder, meta) as part:
         (part / "ids.txt").write_text("\n".join(ids))
         write_json(part / "sources.json", sources if len(set(sources)) > 1 else sources[:1])

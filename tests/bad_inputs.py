@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
-import runpy
 import shutil
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-ROOT = Path(__file__).resolve().parent.parent
+from .forked import finish, start
+
 ROWS = [{"instruction": f"Count to {i}.", "input": "", "output": " ".join(map(str, range(1, i + 1)))} for i in range(1, 25)]
 RECIPE = """\
 model: {name_or_path: embedded:tiny}
@@ -41,8 +40,6 @@ class Case:
     make: Callable[[Path], list[str]]
     message: str
     script: str = "preprocess.py"
-    environment: tuple[tuple[str, str], ...] = ()
-    code: int = 2
 
 
 def lines(rows) -> bytes:
@@ -309,66 +306,34 @@ CASES = [
 ]  # fmt: skip
 
 
+def make(name: str, folder: Path) -> list[str]:
+    """A case's arguments, in the process that runs it."""
+    (case,) = [case for case in CASES if case.name == name]
+    return case.make(folder)
+
+
 def run(case: Case) -> tuple[int, str]:
     """The exit code of a case and everything it printed."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "recipe.yaml").write_text(RECIPE)
         output = folder / "printed"
-        child = os.fork()
-        if child == 0:
-            _child(case, folder, output)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), output.read_text().replace(name, "FOLDER")
-
-
-def _child(case: Case, folder: Path, output: Path) -> None:
-    code = 1
-    descriptor = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(descriptor, stream)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-    try:
-        os.chdir(folder)
-        os.environ.update(case.environment)
-        script = ROOT / "launch" / case.script
-        sys.argv = [str(script), *case.make(folder)]
-        os.ftruncate(descriptor, 0)  # what the preparation has printed
-        runpy.run_path(str(script), run_name="__main__")
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        code = finish(start(case.script, partial(make, case.name, folder), folder, output))
+        return code, output.read_text().replace(name, "FOLDER")
 
 
 def verdict(case: Case, code: int, printed: str) -> str | None:
     """What is wrong with how a case was refused; None if nothing is."""
     if "Traceback" in printed:
         return "a traceback"
-    if code != case.code:
-        return f"exit code {code} instead of {case.code}"
+    if code != 2:
+        return f"exit code {code} instead of 2"
     errors = printed[printed.find("error: ") :] if "error: " in printed else ""
     return None if re.search(case.message, errors, re.DOTALL if "\n" not in case.message else 0) else f"no message like {case.message!r}"
 
 
-def prepare() -> None:
-    """What all cases share, made before they are forked."""
-    import cluster_ds.runs  # noqa: F401 - the libraries, once
-    from cluster_ds.embedded import resolve_model
-
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ.pop("DS_ACCELERATOR", None)
-    resolve_model("embedded:tiny")
-
-
 def main() -> None:
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    prepare()
     failed = 0
     chosen = [case for case in CASES if wanted in case.name]
     for case in chosen:

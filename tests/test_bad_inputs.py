@@ -2,16 +2,11 @@
 
 import pytest
 
-from . import bad_inputs
+from .bad_inputs import CASES, run, verdict
 
 
-@pytest.fixture(scope="module", autouse=True)
-def prepared():
-    bad_inputs.prepare()
-
-
-@pytest.mark.parametrize("case", bad_inputs.CASES, ids=lambda case: case.name.replace(" ", "_"))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "_"))
 def test_refused(case):
-    code, printed = bad_inputs.run(case)
-    problem = bad_inputs.verdict(case, code, printed)
+    code, printed = run(case)
+    problem = verdict(case, code, printed)
     assert problem is None, f"{problem}\n{printed}"
