@@ -131,7 +131,8 @@ def _data(label: str, source: SourceSection, local_only: bool) -> Item:
         files, _ = find_files(
             path, revision=source.revision, split=source.split, subset=source.subset, local_only=local_only
         )
-        return files[0][1].parent
+        name, file = files[0]
+        return file.parents[len(Path(name).parts) - 1]
 
     return _item(f"{kind} {path}", get)
 
