@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from .distributed import on_gpu
 from .ds_config import find_config, resolve_config
@@ -197,12 +198,11 @@ def num_parameters(folder: Path) -> int:
     """Parameters of a model folder, from the headers of its weights; 0 where it has no safetensors."""
     total = 0
     for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="np") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                count = 1
-                for size in file.get_slice(name).get_shape():
-                    count *= size
-                total += count
+        try:
+            with safe_open(path, framework="np") as file:
+                total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged ({error}): fetch or copy it again") from None
     return total
 
 

@@ -165,6 +165,11 @@ def no_chat_template(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink()
 
 
+def cut_weights(folder: Path) -> None:
+    (file,) = folder.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
 def remove(pattern: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         for path in folder.glob(pattern):
@@ -289,6 +294,7 @@ CASES = [
     Case("model not to be had", settings("model.name_or_path=owner/name"), "model 'owner/name' is neither a path nor in .*launch/recipe.py fetch"),
     Case("model folder missing", settings("model.name_or_path=./nowhere"), "model folder ./nowhere does not exist"),
     Case("model without weights", model_is(remove("*.safetensors")), "has no .*safetensors"),
+    Case("weights that were cut", model_is(cut_weights), "model.safetensors is damaged .*fetch or copy it again", script="train.py"),
     Case("model without configuration", model_is(remove("config.json")), "has no config.json"),
     Case("tokenizer without chat template", model_is(no_chat_template, "data.template=chat"), "template 'chat' needs a tokenizer with one chat template"),
     Case("model smaller than its tokenizer", model_is(small_vocabulary), r"the tokenizer gives token id \d+, but .*model has embeddings for 100: resize the model"),

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -84,3 +86,52 @@ def test_a_damaged_cache_is_named(tmp_path, byte_tokenizer):
     path.write_bytes(path.read_bytes()[:-4] + b"abcd")
     with pytest.raises(ValueError, match="token cache .* is damaged: delete it"):
         build(tmp_path, byte_tokenizer, records(("q", "a")))
+
+
+def test_the_audit(tmp_path):
+    tokenizer = make_byte_tokenizer()
+    rows = records(("q", "answer"), ("q" * 40, "a" * 40), ("left </s> over ### Response:", "b"), ("q" * 90, "c"))
+    rows = [replace(record, place=f"line {i + 1}") for i, record in enumerate(rows)]
+    table, _ = build(tmp_path, tokenizer, rows)
+    supervised = [len("answer") + 1, 64 - 1 - 41, 2]  # BOS and the prompt's newline are not
+    tokens = [1 + 2 + 7, 64, 1 + 29 + 2]
+    assert table.report.lines(rows, 64) == [
+        f"audit: {sum(supervised)} of {sum(tokens)} tokens supervised ({sum(supervised) / sum(tokens):.1%}); 2 of 3 rows end "
+        "with an end marker that is learnt",
+        "1 rows truncated to 64 tokens: their end is not learnt",
+        "1 rows excluded: no supervised token left after truncation to 64 (line 4)",
+        "1 rows hold markers of a template in their own text, tokenised as plain text; remove them if they are left over (line 3)",
+    ]
+    table.report.require_supervised(0.25, 64)
+    with pytest.raises(ValueError, match="1 of 4 rows have no supervised token within 64 tokens, more than data.max_masked_fraction 0.2"):
+        table.report.require_supervised(0.2, 64)
+
+
+def test_a_tokenizer_without_pad_eos_and_bos(tmp_path):
+    from cluster_ds.models import pad_token_id
+
+    tokenizer = make_byte_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token = tokenizer.bos_token = None
+    rows = records(("q", "ab"))
+    table, _ = build(tmp_path, tokenizer, rows)
+    assert tokenizer.decode(table[0]["input_ids"].tolist()) == "q\nab"
+    assert table[0]["labels"].tolist()[2:] == table[0]["input_ids"].tolist()[2:] and table.num_supervised.tolist() == [2]
+    assert table.report.num_unended == 1 and pad_token_id(tokenizer) == 0
+    assert any("no end marker: the tokenizer has no EOS" in line for line in table.report.lines(rows, 64))
+
+
+def test_preview_marks_what_is_learnt(tmp_path, byte_tokenizer):
+    from io import StringIO
+
+    from rich.console import Console
+
+    from cluster_ds.preview import print_preview
+
+    table, _ = build(tmp_path, byte_tokenizer, records(("q1", "a1"), ("q2", "a2"), ("q3", "a3")))
+    plain, colours = StringIO(), StringIO()
+    print_preview(table, byte_tokenizer, 2, Console(file=plain, soft_wrap=True, highlight=False))
+    assert plain.getvalue() == (
+        "--- r0: 7 tokens, 3 supervised\n<bos>q1\n«a1<eos>»\n--- r2: 7 tokens, 3 supervised\n<bos>q3\n«a3<eos>»\n"
+    )
+    print_preview(table, byte_tokenizer, 1, Console(file=colours, force_terminal=True, color_system="standard"))
+    assert "\x1b[1;32m«a1<eos>»\x1b[0m" in colours.getvalue()

@@ -38,6 +38,19 @@ def first_step(samples, plan, config=CONFIG, **settings):
     raise AssertionError("no step")
 
 
+def padded(batch):
+    from cluster_ds.tokens import pad_batch
+
+    return {key: torch.from_numpy(value) for key, value in pad_batch(batch, 0).items()}
+
+
+def mean_loss_of_each(outputs, batch):
+    """As a user would write it."""
+    labels = batch["labels"][:, 1:]
+    losses = F.cross_entropy(outputs.logits[:, :-1].transpose(1, 2), labels, ignore_index=-100, reduction="none")
+    return losses.sum(dim=1) / (labels != -100).sum(dim=1)
+
+
 def one_spawn(rank, world):
     import cluster_ds
 
@@ -78,6 +91,16 @@ def one_spawn(rank, world):
     )
     swapped = [samples[1], samples[0], *samples[2:]]
     out["other data"] = message(lambda: first_step(swapped, plan))
+
+    weighted = plan_for(samples, [0, 0, 0, 0, 0, 1, 1, 1])
+    own = {"loss_fn": mean_loss_of_each, "collate": padded}
+    for name, normalization in (("sample", "sample_mean"), ("token", "token_mean")):
+        builtin, expected = first_step(samples, weighted, normalization=normalization)
+        engine, gradients = first_step(samples, weighted, normalization=normalization, **own)
+        difference = max((gradients[n] - g).abs().max().item() for n, g in expected.items())
+        out[f"loss_fn {name}"] = (engine.last_loss, builtin.last_loss, difference)
+    out["loss_fn scalar"] = message(lambda: first_step(samples, weighted, **{**own, "loss_fn": lambda o, b: o.logits.mean()}))
+    out["step_vote"] = engine.last_record.num_stop_votes
 
     bf16 = {**CONFIG, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
     model = tiny_llama().bfloat16()
@@ -124,6 +147,17 @@ def test_weights_of_one_are_plain_fine_tuning(found):
     assert value == pytest.approx(loss.item(), rel=1e-6)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["sample", "token"])
+def test_a_loss_of_ones_own_gives_the_same_gradient(found, name):
+    mine, builtin, difference = found[0][f"loss_fn {name}"]
+    assert mine == pytest.approx(builtin, rel=1e-6) and difference < 1e-6
+
+
+def test_a_loss_fn_that_averages_over_samples_is_refused(found):
+    assert "loss_fn gave a loss of shape [] for 2 samples: it must give one loss a sample" in found[0]["loss_fn scalar"]
+    assert found[0]["step_vote"] == 0
 
 
 def test_foreign_backward_is_refused_before_any_gradient(found):
