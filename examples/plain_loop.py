@@ -53,8 +53,9 @@ def main():
     for batch in loader:
         loss = engine(**{k: v.to(engine.device) for k, v in batch.items()}).loss
         engine.backward(loss)
+        boundary = engine.is_gradient_accumulation_boundary()
         engine.step()
-        if int(os.environ["RANK"]) == 0 and engine.is_gradient_accumulation_boundary():
+        if boundary and int(os.environ["RANK"]) == 0:
             print(f"step {engine.global_steps}: loss {loss.item():.3f} on this rank's last micro-batch", flush=True)
 
 

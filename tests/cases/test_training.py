@@ -1,7 +1,9 @@
 """S and X cases that train: real ranks, a small model, every id and weight compared."""
 
 import json
+import os
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -87,28 +89,57 @@ def weights(output):
     return load_file(Path(output) / "model" / "model.safetensors")
 
 
-def test_S01_resume_inside_a_later_epoch_and_S04_another_micro_batch(tmp_path, capfd):
-    three, two = write_recipe(tmp_path, epochs=3, every=1), write_recipe(tmp_path, epochs=2, every=1)
-    a, b, c, d, e, f = (str(tmp_path / "runs" / n) for n in ("a", "b", "c", "d", "e", "f"))
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """Whole runs, and runs that go on from the middle: unchanged, with another micro batch, global batch and seed."""
+    folder = tmp_path_factory.mktemp("resumed")
+    three, two = write_recipe(folder, epochs=3, every=1), write_recipe(folder, epochs=2, every=1)
+    runs = {name: str(folder / "runs" / name) for name in ("three", "three_on", "two", "micro", "batch", "seed")}
     jobs = [
-        (three, [], a, None, 0), (three, [], b, a, 5),
-        (two, [], c, None, 0), (two, ["train.micro_batch_size=4"], d, c, 2),
-        (two, ["train.global_batch_size=16"], e, c, 2), (two, ["train.seed=1"], f, c, 2),
+        (three, [], runs["three"], None, 0), (three, [], runs["three_on"], runs["three"], 5),
+        (two, [], runs["two"], None, 0), (two, ["train.micro_batch_size=4"], runs["micro"], runs["two"], 2),
+        (two, ["train.global_batch_size=16"], runs["batch"], runs["two"], 2),
+        (two, ["train.seed=1"], runs["seed"], runs["two"], 2),
+    ]  # fmt: skip
+    with redirect_output(folder / "printed"):
+        results = run_on_ranks(run, 2, jobs)[0]
+    return runs, dict(zip(runs, results, strict=True)), (folder / "printed").read_text()
+
+
+@contextmanager
+def redirect_output(path):
+    """File descriptor 1 of this process, and so of the ranks that it starts, to a file."""
+    before = os.dup(1)
+    with path.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        try:
+            yield
+        finally:
+            os.dup2(before, 1)
+            os.close(before)
+
+
+def same_order(a, b):
+    return [x["rows"] for x in entries(a)] == [x["rows"] for x in entries(b)] and [x["lr"] for x in entries(a, "log")] == [
+        x["lr"] for x in entries(b, "log")
     ]
-    results = run_on_ranks(run, 2, jobs)[0]
-    printed = capfd.readouterr().out
-    for whole, resumed in ((a, b), (c, d)):
-        assert [x["rows"] for x in entries(whole)] == [x["rows"] for x in entries(resumed)]
-        assert [x["lr"] for x in entries(whole, "log")] == [x["lr"] for x in entries(resumed, "log")]
-    assert all(torch.equal(weights(a)[n], w) for n, w in weights(b).items())
-    assert "resuming behind step 5" in printed
-    epochs = [[row for x in entries(b)[i : i + 3] for row in x["rows"]] for i in (0, 3, 6)]
-    assert all(sorted(rows) == list(range(21)) for rows in epochs)
-    # `rows` are sorted inside a step, so the orders differ if the steps' sets do.
-    assert len({tuple(tuple(x["rows"]) for x in entries(b)[i : i + 3]) for i in (0, 3, 6)}) == 3
-    assert len(entries(d)) == 6 and "micro_batch_size changed from 2 to 4" in printed
-    assert all(torch.allclose(weights(c)[n], w, atol=1e-5) for n, w in weights(d).items())
-    assert "global_batch_size: then 8, now 16" in results[4] and "seed: then 0, now 1" in results[5]
+
+
+def test_S01_resume_inside_a_later_epoch(resumed):
+    runs, _, printed = resumed
+    assert same_order(runs["three"], runs["three_on"]) and "resuming behind step 5" in printed
+    assert all(torch.equal(weights(runs["three"])[n], w) for n, w in weights(runs["three_on"]).items())
+    epochs = [[x["rows"] for x in entries(runs["three_on"])[i : i + 3]] for i in (0, 3, 6)]
+    assert all(sorted(row for rows in epoch for row in rows) == list(range(21)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]  # each step's rows are sorted, so the sets differ
+
+
+def test_S04_another_micro_batch_on_resume(resumed):
+    runs, results, printed = resumed
+    assert len(entries(runs["micro"])) == 6 and same_order(runs["two"], runs["micro"])
+    assert "micro_batch_size changed from 2 to 4; the global batches stay the same" in printed
+    assert all(torch.allclose(weights(runs["two"])[n], w, atol=1e-5) for n, w in weights(runs["micro"]).items())
+    assert "global_batch_size: then 8, now 16" in results["batch"] and "seed: then 0, now 1" in results["seed"]
 
 
 def test_S02_padding_is_no_data(tmp_path):
