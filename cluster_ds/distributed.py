@@ -162,7 +162,13 @@ def ranks_of_job() -> Iterator[Ranks]:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world_size)))
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
     agreed = _agree_on_port(rank, world_size)
-    dist.init_process_group("nccl" if on_gpu() else "gloo", timeout=timedelta(minutes=_timeout_minutes()))
+    try:
+        dist.init_process_group("nccl" if on_gpu() else "gloo", timeout=timedelta(minutes=_timeout_minutes()))
+    except dist.DistNetworkError as error:  # several nodes: only the first one's rank 0 can find this out
+        raise ValueError(
+            f"no connection at {os.environ.get('MASTER_ADDR')}, port {os.environ.get('MASTER_PORT')}: if it is in use, "
+            f"choose another with deepspeed --master_port ({str(error).splitlines()[0]})"
+        ) from error
     try:
         ranks = Ranks(rank, world_size, local_rank, dist.distributed_c10d._get_default_store())
         ranks.watch.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import fcntl
 import os
 import socket
@@ -70,6 +71,8 @@ def launch(parser: argparse.ArgumentParser, work: Callable[[Recipe, Path, Ranks,
             )
         if not isinstance(error, OSError):
             raise
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            refuse(f"{error}: see to the permission, or choose another --output_dir or data.cache_dir")
         refuse(str(error))
 
 

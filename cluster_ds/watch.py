@@ -26,7 +26,7 @@ import psutil
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: in good order, and worth another try
 EXIT_HANGS = 1
-STOP_FILE = "CLUSTER_DS_STOP_FILE"  # names a file that asks for a stop by being there
+STOP_FILE = "CLUSTER_DS_STOP_FILE"  # names a file that asks for a stop by being there, at once if it says "now"
 JOB_PID = "CLUSTER_DS_JOB_PID"  # the job script's process
 _POLL_S = 0.5
 _PATIENCE_S = 3.0  # for the other ranks' reports of a hang
@@ -113,15 +113,25 @@ class Watch:
 
     def _run(self, reader: int) -> None:
         while True:
-            if select.select([reader], [], [], _POLL_S)[0]:
-                for number in os.read(reader, 64):
-                    self._on_signal(number)
-            self._look_at_launcher()
-            path = os.environ.get(STOP_FILE)
-            if self.rank == 0 and path and os.path.exists(path) and self.requested is None:
+            try:
+                self._look(reader)
+            except Exception:  # signals must be heard whatever happens here
+                traceback.print_exc()
+                time.sleep(_POLL_S)
+
+    def _look(self, reader: int) -> None:
+        if select.select([reader], [], [], _POLL_S)[0]:
+            for number in os.read(reader, 64):
+                self._on_signal(number)
+        self._look_at_launcher()
+        path = os.environ.get(STOP_FILE)
+        if self.rank == 0 and path and os.path.exists(path):
+            if "now" in Path(path).read_text().split():
+                self._leave(130, "interrupted: the same command continues from what is finished")
+            if self.requested is None:
                 self._request("the job script")
-            if self._deferred and time.monotonic() - self._since > self._hang_timeout_s:
-                self._report_hang()
+        if self._deferred and time.monotonic() - self._since > self._hang_timeout_s:
+            self._report_hang()
 
     def _on_signal(self, number: int) -> None:
         if number not in _SIGNALS or self._finished:
@@ -148,7 +158,7 @@ class Watch:
             self._say(f"stopping ({why}): a checkpoint follows at the end of this step{again}")
 
     def _look_at_launcher(self) -> None:
-        if os.getppid() != self._parent:
+        if "LOCAL_RANK" in os.environ and os.getppid() != self._parent:
             self._leave(EXIT_STOPPED, "")
         if not all(map(_is_alive, self._starters)):
             if self._launcher_gone_at is None:

@@ -3,7 +3,7 @@
 #   cds_train RECIPE [ARGUMENTS ...]   start launch/train.py on this node's GPUs, or on $NUM_CPU_RANKS CPU ranks
 #
 # SIGTERM or SIGUSR1 to the job script, and Ctrl-C, let the ranks finish their step and write a checkpoint; cds_train then
-# returns 75, "try again": the same command continues.
+# returns 75, "try again": the same command continues. A second Ctrl-C leaves at once.
 
 cds_train() {
     local recipe="$1" code=0 runner
@@ -16,7 +16,8 @@ cds_train() {
     CLUSTER_DS_STOP_FILE="$(mktemp -u)"
     CLUSTER_DS_JOB_PID=$$ # and whether this script is still there
     export CLUSTER_DS_STOP_FILE CLUSTER_DS_JOB_PID
-    trap ': > "$CLUSTER_DS_STOP_FILE"' TERM USR1 INT HUP
+    trap ': >> "$CLUSTER_DS_STOP_FILE"' TERM USR1 HUP
+    trap '[ ! -e "$CLUSTER_DS_STOP_FILE" ] || echo now >> "$CLUSTER_DS_STOP_FILE"; : >> "$CLUSTER_DS_STOP_FILE"' INT
     set -m # a process group of its own, so that Ctrl-C reaches this script alone
     "$PYTHON" -m deepspeed.launcher.runner "${options[@]}" "$CLUSTER_DS_HOME/launch/train.py" --recipe "$recipe" "$@" &
     runner=$!
@@ -27,7 +28,8 @@ cds_train() {
         kill -0 "$runner" 2>/dev/null || break
     done
     trap - TERM USR1 INT HUP
-    [ ! -s "$CLUSTER_DS_STOP_FILE" ] || code=75 # rank 0 has answered; the launcher knows no such code
+    # Rank 0 has answered; the launcher's own code may be another one.
+    ! grep -qx stopped "$CLUSTER_DS_STOP_FILE" 2>/dev/null || code=75
     rm -f "$CLUSTER_DS_STOP_FILE"
     return "$code"
 }

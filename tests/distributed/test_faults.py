@@ -6,6 +6,7 @@ Every job runs the tiny recipe, pretrained on first use, from one shared cache.
 import os
 import signal
 import subprocess
+import time
 
 import psutil
 import pytest
@@ -95,9 +96,10 @@ def test_kill_9_of_the_launcher_leaves_no_process(unbroken, which):
 
 
 @pytest.mark.slow
-def test_ctrl_c_on_a_job_script(unbroken):
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_on_a_job_script(unbroken, times):
     """SIGINT to the foreground process group, as a terminal sends it; no traceback, no process left, and it continues."""
-    output = unbroken.parent / "ctrl_c"
+    output = unbroken.parent / f"ctrl_c_{times}"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     with output.with_suffix(".out").open("w") as log:
         job = subprocess.Popen(
@@ -106,13 +108,17 @@ def test_ctrl_c_on_a_job_script(unbroken):
         )
     wait_until(job, lambda: steps_done(output) >= 2)
     processes = family(job)
-    os.killpg(job.pid, signal.SIGINT)
-    assert ended(job, processes) == 75
+    for _ in range(times):
+        os.killpg(job.pid, signal.SIGINT)
+        time.sleep(0.2)
+    assert ended(job, processes) == (75 if times == 1 else 130)
     text = text_of(output)
-    assert "stopping (the job script)" in text and "stopped behind step" in text and "Traceback" not in text
+    assert ("stopped behind step" if times == 1 else "interrupted: the same command continues") in text
+    assert "Traceback" not in text
     then_as_unbroken(output, unbroken)
 
 
+@pytest.mark.slow
 def test_a_dead_loader_worker(unbroken):
     output = unbroken.parent / "worker"
     job = start_job(output, *JOB, "--set", "train.num_workers=1", "--set", "train.checkpoint_every=2")

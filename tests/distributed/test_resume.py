@@ -30,6 +30,7 @@ def test_killed_in_a_step(unbroken):
     assert_ended_alike(broken, unbroken)
 
 
+@pytest.mark.slow
 def test_another_micro_batch_size_on_resume(unbroken):
     """The global batches and learning rates are a function of plan, seed and step alone."""
     broken = unbroken.parent / "other_micro_batch"
@@ -40,6 +41,7 @@ def test_another_micro_batch_size_on_resume(unbroken):
     assert log_of(broken, "step", "lr") == log_of(unbroken, "step", "lr")
 
 
+@pytest.mark.slow
 def test_killed_in_a_save(unbroken):
     broken = unbroken.parent / "killed_in_save"
     target = broken / "checkpoints" / "step-00000005"
