@@ -108,7 +108,9 @@ def prepare_tokens(
         ranks.print(f"[{label}] {len(table)} samples" + (" (cached)" if cached else ""))
         if preview:
             print_preview(table, tokenizer, preview)
-        table.report.require_supervised(data.max_masked_fraction, data.max_length)
+        table.report.require(
+            max_bad_fraction=data.max_bad_fraction, max_masked_fraction=data.max_masked_fraction, max_length=data.max_length
+        )
         return table.folder
 
     return TokenTable(ranks.on_main(work))

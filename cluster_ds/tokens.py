@@ -42,6 +42,7 @@ class TokenReport:
     num_unended: int = 0  # no end marker to learn although nothing was cut
     num_straddling: int = 0  # a token covers the border of prompt and answer; it is supervised
     unsupervised: list[int] = field(default_factory=list)  # excluded: no supervised token left
+    refused: dict[str, list[int]] = field(default_factory=dict)  # excluded: why the template cannot hold them -> which
     num_marked: int = 0  # hold markers of a template as text
     marked: list[int] = field(default_factory=list)
 
@@ -52,7 +53,7 @@ class TokenReport:
             places = ", ".join(records[n].place or records[n].id for n in numbers[:_EXAMPLES])
             return f"({places}{', ...' if count > _EXAMPLES else ''})"
 
-        num_kept = self.num_records - len(self.unsupervised)
+        num_kept = self.num_records - len(self.unsupervised) - self.num_refused
         out = [
             f"audit: {self.num_supervised} of {self.num_tokens} tokens supervised "
             f"({self.num_supervised / max(self.num_tokens, 1):.1%}); {num_kept - self.num_truncated - self.num_unended} of "
@@ -68,6 +69,8 @@ class TokenReport:
                 f"{masked} rows excluded: no supervised token left after truncation to {max_length} "
                 + examples(self.unsupervised, masked)
             )
+        for kind, numbers in self.refused.items():
+            out.append(f"{len(numbers)} bad rows: {kind} {examples(numbers, len(numbers))}")
         if self.num_straddling:
             out.append(f"{self.num_straddling} rows have a token across the border of prompt and answer (supervised)")
         if self.num_marked:
@@ -77,12 +80,23 @@ class TokenReport:
             )
         return out
 
-    def require_supervised(self, max_masked_fraction: float, max_length: int) -> None:
-        """Refuse data whose rows are mostly without anything to learn.
+    @property
+    def num_refused(self) -> int:
+        """Rows that the template cannot hold."""
+        return sum(map(len, self.refused.values()))
+
+    def require(self, *, max_bad_fraction: float, max_masked_fraction: float, max_length: int) -> None:
+        """Refuse data of which the template cannot hold too many rows, or whose rows are mostly without anything to learn.
 
         Raises:
             ValueError: with the numbers and the remedy.
         """
+        if self.num_refused > max_bad_fraction * self.num_records:
+            kinds = "; ".join(f"{len(numbers)}: {kind}" for kind, numbers in self.refused.items())
+            raise ValueError(
+                f"{self.num_refused} of {self.num_records} rows do not fit the template, more than data.max_bad_fraction "
+                f"{max_bad_fraction:g} allows ({kinds}): mend them, use another data.template, or raise the limit"
+            )
         masked = len(self.unsupervised)
         if masked > max_masked_fraction * self.num_records:
             raise ValueError(
@@ -240,7 +254,8 @@ def build_tokens(
         try:
             sample = tokenize_sample(record, template, tokenizer, max_length)
         except ValueError as error:
-            raise ValueError(f"sample {record.id} ({record.place}): {error}") from None
+            report.refused.setdefault(str(error), []).append(number)
+            continue
         if any(marker in text for _, text in record.turns for marker in markers):
             report.num_marked += 1
             report.marked = [*report.marked, number][:_EXAMPLES]
@@ -256,6 +271,8 @@ def build_tokens(
         sources.append(record.source)
         chunks.append(np.asarray(sample.ids, dtype=np.int32))
         masks.append(np.asarray(sample.supervised, dtype=bool))
+    if not ids and report.refused:
+        report.require(max_bad_fraction=0, max_masked_fraction=1, max_length=max_length)
     if not ids:
         raise ValueError(
             f"no supervised token left in any of {len(records)} rows after truncation to data.max_length {max_length}: "

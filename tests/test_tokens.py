@@ -102,9 +102,22 @@ def test_the_audit(tmp_path):
         "1 rows excluded: no supervised token left after truncation to 64 (line 4)",
         "1 rows hold markers of a template in their own text, tokenised as plain text; remove them if they are left over (line 3)",
     ]
-    table.report.require_supervised(0.25, 64)
+    limits = {"max_bad_fraction": 0, "max_length": 64}
+    table.report.require(max_masked_fraction=0.25, **limits)
     with pytest.raises(ValueError, match="1 of 4 rows have no supervised token within 64 tokens, more than data.max_masked_fraction 0.2"):
-        table.report.require_supervised(0.2, 64)
+        table.report.require(max_masked_fraction=0.2, **limits)
+
+
+def test_rows_that_the_template_cannot_hold_are_counted(tmp_path, byte_tokenizer):
+    rows = [*records(("q", "a"), ("p", "b"), ("o", "c")), Record("r3", (("user", "q"), ("assistant", "a")) * 2, place="line 4")]
+    table, _ = build(tmp_path, byte_tokenizer, rows)
+    assert table.ids == ["r0", "r1", "r2"]
+    kind = "template 'plain' holds one user and one assistant turn, not (user, assistant, user, assistant): use chat"
+    assert f"1 bad rows: {kind} (line 4)" in table.report.lines(rows, 64)
+    limits = {"max_masked_fraction": 0.5, "max_length": 64}
+    table.report.require(max_bad_fraction=0.25, **limits)
+    with pytest.raises(ValueError, match="1 of 4 rows do not fit the template, more than data.max_bad_fraction 0.01"):
+        table.report.require(max_bad_fraction=0.01, **limits)
 
 
 def test_a_tokenizer_without_pad_eos_and_bos(tmp_path):
