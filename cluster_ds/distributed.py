@@ -131,6 +131,12 @@ class Ranks:
                 self._wait(f"cluster_ds/left/{rank}")
 
 
+def is_peer_gone(error: BaseException) -> bool:
+    """Whether a collective failed because another rank has left it; gloo and NCCL say so in their own words."""
+    phrases = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases)
+
+
 def on_gpu() -> bool:
     """Whether this job computes on GPUs; DS_ACCELERATOR=cpu keeps it, as it keeps DeepSpeed, on the CPU."""
     return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"

@@ -17,7 +17,7 @@ from rich.table import Table
 from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
-from .distributed import PeerError, Ranks, ranks_of_job
+from .distributed import PeerError, Ranks, is_peer_gone, ranks_of_job
 from .files import is_disk_full, read_json, write_json
 from .models import load_model, load_tokenizer, model_hash, pad_token_id
 from .preflight import look
@@ -68,6 +68,11 @@ def launch(parser: argparse.ArgumentParser, work: Callable[[Recipe, Path, Ranks,
             refuse(
                 f"the disk is full ({error}): free space and run the same command again; it continues from what is "
                 "finished, and the last whole checkpoint is kept"
+            )
+        if is_peer_gone(error):
+            refuse(
+                f"lost the connection to another rank, which has ended or cannot be reached and says why itself "
+                f"({str(error).splitlines()[0]}); the same command continues from what is finished"
             )
         if not isinstance(error, OSError):
             raise
