@@ -155,7 +155,8 @@ class Watch:
         if self.requested is None:
             self.requested = why
             again = "; Ctrl-C again leaves now" if why == "SIGINT" else ""
-            self._say(f"stopping ({why}): a checkpoint follows at the end of this step{again}")
+            if self.rank == 0 or why != "SIGINT":  # a terminal interrupts all of them
+                self._say(f"stopping ({why}): a checkpoint follows at the end of this step{again}")
 
     def _look_at_launcher(self) -> None:
         if "LOCAL_RANK" in os.environ and os.getppid() != self._parent:
