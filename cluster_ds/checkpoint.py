@@ -78,11 +78,13 @@ def save_checkpoint(
 def checkpoint_bytes(engine: ClusterEngine) -> int:
     """About what one checkpoint takes: weights, fp32 masters of bf16 weights, AdamW's two moments."""
     optimizer = engine.engine.basic_optimizer
-    moments = 8 if isinstance(optimizer, torch.optim.AdamW) else 0
-    return sum(
-        n * (size + (4 if size == 2 and optimizer is not engine.engine.optimizer else 0) + moments)
-        for n, size in _sizes(engine)
-    )
+    has_masters = optimizer is not engine.engine.optimizer
+    total = 0
+    for number, size in _sizes(engine):
+        master = 4 if size == 2 and has_masters else 0
+        moments = 2 * (master or size) if isinstance(optimizer, torch.optim.AdamW) else 0
+        total += number * (size + master + moments)
+    return total
 
 
 def export_bytes(engine: ClusterEngine, dtype: torch.dtype) -> int:
@@ -131,6 +133,18 @@ def find_checkpoint(folder: Path, wanted: str | None = None) -> Found:
             + f"\nrestore the files, or start again with another --output_dir (or after deleting {folder})"
         )
     return Found(None, notes)
+
+
+def set_aside_later(folder: Path, step: int) -> list[Path]:
+    """Rename the checkpoints behind `step`, from which another future begins, so that nothing finds them by itself."""
+    renamed = []
+    for path in sorted(folder.glob("step-*")):
+        if path.name > tag_of(step):
+            target = path.with_name(f"set-aside-{path.name}")
+            if target.exists():
+                shutil.rmtree(target)
+            renamed.append(path.rename(target))
+    return renamed
 
 
 def load_checkpoint(engine: ClusterEngine, folder: Path, step: int, ranks: Ranks) -> None:  # collective

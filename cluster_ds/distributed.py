@@ -50,7 +50,7 @@ class Ranks:
     def __init__(self, rank: int, world_size: int, local_rank: int, store: Any = None):
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
         self.device = torch.device("cuda", local_rank) if on_gpu() else torch.device("cpu")
-        self.watch = Watch(rank, world_size, _store_client)
+        self.watch = Watch(rank, world_size, _store_client, self._tell)
         self._store = store
         self._calls = 0
 
@@ -116,10 +116,14 @@ class Ranks:
         except dist.DistNetworkError:
             raise PeerError("rank 0, which hosts the store, has left") from None
 
+    def _tell(self, text: str) -> None:
+        if self._store is not None:
+            self._store.set(_FAILED, f"rank {self.rank}: {text}")
+
     def tell_failure(self, error: BaseException) -> None:
         """Let ranks that wait for this one know that it will not come."""
         if self._store is not None and not isinstance(error, PeerError):
-            self._store.set(_FAILED, f"rank {self.rank}: {error}")
+            self._tell(str(error))
             if self.is_main:  # the store goes with this rank: leave the others a moment to read
                 time.sleep(10 * _POLL_S)
 

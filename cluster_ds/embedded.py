@@ -85,10 +85,20 @@ def resolve_data(name: str) -> str:
     """
     if not name.startswith(PREFIX):
         return name
+    base, part = require_embedded_data(name)
+    return str(_data_folder(base) / ("held_out.jsonl" if part else "train.jsonl"))
+
+
+def require_embedded_data(name: str) -> tuple[str, str]:
+    """An embedded data set's name and part.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
     base, _, part = name.removeprefix(PREFIX).partition("/")
     if base not in DATA_SETS or part not in ("", "held_out"):
         raise ValueError(f"no embedded data set {name!r}: {', '.join(PREFIX + n + '[/held_out]' for n in DATA_SETS)}")
-    return str(_data_folder(base) / ("held_out.jsonl" if part else "train.jsonl"))
+    return base, part
 
 
 def _data_folder(base: str) -> Path:

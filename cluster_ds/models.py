@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def model_folder(section: ModelSection) -> Path:
     Raises:
         ValueError: naming what is missing and where to get it.
     """
-    name = resolve_model(section.name_or_path)
+    name = os.path.expanduser(resolve_model(section.name_or_path))
     if Path(name).is_dir():
         for needed in ("config.json", "*.safetensors or *.bin"):
             if not any(path for pattern in needed.split(" or ") for path in Path(name).glob(pattern)):

@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 
 from .distributed import on_gpu
 from .ds_config import find_config, resolve_config
-from .embedded import PREFIX, require_embedded, resolve_data
-from .files import size_text
+from .embedded import PREFIX, require_embedded, require_embedded_data, resolve_data
+from .files import is_committed, read_json, size_text
 from .hub import download, files_of, offline
 from .models import download_model, model_folder
 from .recipe import ModelSection, Recipe, SourceSection
@@ -98,7 +98,8 @@ def _items(recipe: Recipe, output_dir: Path, world_size: int, local_only: bool) 
     if set(recipe.evaluate.benchmarks) & set(_EVALPLUS):
         items.append(_item("sandbox for generated code", _require_sandbox))
     model = next((i.folder for i in items if i.name.endswith(recipe.model.name_or_path)), None)
-    items.append(_item("disk space", lambda: _require_space(recipe, model, output_dir)))
+    if not is_committed(output_dir / "model"):  # else there is nothing left to write, or the run itself will refuse
+        items.append(_item("disk space", lambda: _require_space(recipe, model, output_dir)))
     return items
 
 
@@ -125,7 +126,8 @@ def _model(section: ModelSection, local_only: bool) -> Item:
 def _data(label: str, source: SourceSection, local_only: bool) -> Item:
     path = source.path
     if path.startswith(PREFIX):
-        return _item(f"{label} {path}", lambda: None if local_only else Path(resolve_data(path)).parent)
+        make = require_embedded_data if local_only else resolve_data
+        return _item(f"{label} {path}", lambda: _checked(lambda: make(path)))
     kind = label if is_local(path) else f"hub data set {label}"
 
     def get() -> Path:
@@ -183,7 +185,7 @@ def _require_space(recipe: Recipe, model: Path | None, output_dir: Path) -> None
     number = num_parameters(model) if model is not None else 0
     train = recipe.train
     per_parameter = {"fp32": 4, "bf16_autocast": 4, "bf16": 6, "pure_bf16": 2}[train.precision]  # with fp32 masters
-    per_parameter += 8 if train.optimizer == "adamw" else 0
+    per_parameter += {"adamw": 4 if train.precision == "pure_bf16" else 8, "adafactor": 0}[train.optimizer]
     needed = number * (per_parameter + (4 if train.export_dtype == "float32" else 2))
     at = next(p for p in (output_dir, *output_dir.parents) if p.exists())
     free = shutil.disk_usage(at).free
@@ -196,8 +198,10 @@ def _require_space(recipe: Recipe, model: Path | None, output_dir: Path) -> None
 
 def num_parameters(folder: Path) -> int:
     """Parameters of a model folder, from the headers of its weights; 0 where it has no safetensors."""
+    index = folder / "model.safetensors.index.json"
+    shards = {folder / name for name in read_json(index)["weight_map"].values()} if index.is_file() else None
     total = 0
-    for path in folder.glob("*.safetensors"):
+    for path in folder.glob("*.safetensors") if shards is None else sorted(shards):
         try:
             with safe_open(path, framework="np") as file:
                 total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118

@@ -58,7 +58,7 @@ class Prepared:
 
 def cache_dir(recipe: Recipe, output_dir: Path) -> Path:
     """Tokens and proxies live beside the runs that share them."""
-    return Path(recipe.data.cache_dir) if recipe.data.cache_dir else output_dir.parent / "cache"
+    return Path(recipe.data.cache_dir).expanduser().resolve() if recipe.data.cache_dir else output_dir.parent / "cache"
 
 
 def extraction_dtype(recipe: Recipe) -> torch.dtype:

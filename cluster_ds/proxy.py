@@ -161,8 +161,17 @@ def extract(
     mine = missing[ranks.rank :: ranks.world_size]
     if mine:
         with _threads(cpu_threads, ranks.device):
-            model, room = load().eval(), Room()
-            _check_head(model, tokens, ranks.device)
+            room = Room()
+            try:
+                model = load().eval()
+                _check_head(model, tokens, ranks.device)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise ValueError(
+                    f"out of memory loading the model for extraction: each rank holds a whole one; use GPUs with more "
+                    f"memory, or fewer ranks on a GPU ({str(error).splitlines()[0]})"
+                ) from error
             total = int(sum(tokens.num_tokens[b].sum() for s in mine for b in shards[s]))
             with tqdm(total=total, desc="proxies", unit="tok", disable=not ranks.is_main or None) as bar:
                 for number, shard in enumerate(mine, start=1):

@@ -148,8 +148,8 @@ class DeepSpeedSection(Section):
 class EvaluateSection(Section):
     """What is measured before and after training; benchmarks are run by eval/, never by training."""
 
-    held_out: str | None = None  # same kinds of source as data.path
-    held_out_split: str = "train"
+    held_out: str | SourceSection | None = None  # a source as data.path, or one with its own settings
+    held_out_split: str = "train"  # of a held_out that is a path
     max_samples: int = Field(256, ge=1)
     benchmarks: list[Literal["humaneval", "mbpp", "medqa"]] = []  # whose data the job needs; run by eval/, not by training
 
@@ -169,10 +169,13 @@ class Recipe(Section):
     @property
     def held_out_source(self) -> SourceSection | None:
         """The held-out rows; a single training source says how they are read as well."""
-        if self.evaluate.held_out is None:
-            return None
-        like = {} if self.data.sources else {f: getattr(self.data, f) for f in _RowsSection.model_fields}
-        return SourceSection(**{**like, "path": self.evaluate.held_out, "split": self.evaluate.held_out_split})
+        held_out = self.evaluate.held_out
+        if not isinstance(held_out, str):
+            return held_out
+        fields = [] if self.data.sources else ["format", "columns"]
+        fields += ["revision", "subset"] if held_out == self.data.path else []
+        like = {field: getattr(self.data, field) for field in fields}
+        return SourceSection(**{**like, "path": held_out, "split": self.evaluate.held_out_split})
 
     def to_yaml(self) -> str:
         """The resolved recipe, defaults included, as it is saved with the run."""
@@ -251,6 +254,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deepspeed_config", metavar="FILE", help="replaces deepspeed.config of the recipe")
     parser.add_argument("--output_dir", type=Path, help="default: runs/<recipe name>")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # passed by the deepspeed launcher
+    parser.add_argument("--stop_file", help=argparse.SUPPRESS)  # passed by launch/job.sh
 
 
 def add_override_argument(parser: argparse.ArgumentParser) -> None:
@@ -266,7 +270,7 @@ def recipe_from_args(args: argparse.Namespace) -> tuple[Recipe, Path]:
     if args.deepspeed_config:
         overrides.append(f"deepspeed.config={args.deepspeed_config}")
     recipe = load_recipe(args.recipe, overrides)
-    return recipe, (args.output_dir or Path("runs") / recipe.name).resolve()
+    return recipe, (args.output_dir or Path("runs") / recipe.name).expanduser().resolve()
 
 
 def _construct(node: yaml.MappingNode, path: Path, prefix: tuple[str, ...], origin: dict) -> dict[str, Any]:

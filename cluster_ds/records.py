@@ -9,18 +9,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .sources import BadRow, Place, Row, json_type, loads, read_rows
+from .sources import BadRow, Place, Row, Unreadable, json_type, loads, read_rows
 from .templates import EMPTY_INPUTS, user_text
 
 # format -> our field -> the column it is read from
 FORMATS: dict[str, dict[str, str]] = {
+    "messages": {"messages": "messages"},
+    "sharegpt": {"messages": "conversations", "system": "system"},
     "oss_instruct": {"instruction": "problem", "response": "solution", "system": "system"},
     "instruction_response": {"instruction": "instruction", "input": "input", "response": "response", "system": "system"},
     "alpaca": {"instruction": "instruction", "input": "input", "response": "output", "system": "system"},
-    "messages": {"messages": "messages"},
-    "sharegpt": {"messages": "conversations", "system": "system"},
     "prompt_completion": {"prompt": "prompt", "completion": "completion"},
 }
+_TELLING = {"oss_instruct": {"lang"}}  # Magicoder's own; others' "problem" and "solution" are no coding problems
 _OPTIONAL = ("input", "system")
 OSS_INSTRUCT_PREFIX = "Write a solution to the following coding problem:\n"  # magicoder's preprocess_data.py
 ROLES = {  # as data sets write it -> ours
@@ -87,7 +88,7 @@ class ReadReport:
         if self.unused:
             out.append("not used: " + ", ".join(f"{name} ({count})" for name, count in sorted(self.unused.items())))
         if self.num_empty:
-            out.append(f"{self.num_empty} rows excluded: empty response")
+            out.append(f"{self.num_empty} rows excluded: empty response (in a chat: no answer, or an empty one)")
         if self.num_unprompted:
             out.append(f"{self.num_unprompted} rows have an empty instruction; they are kept")
         if self.num_duplicates:
@@ -95,7 +96,8 @@ class ReadReport:
         if self.num_unanswered:
             out.append(f"{self.num_unanswered} turns behind the last answer left out")
         out += [f"{len(places)} bad rows: {kind} ({_where(places)})" for kind, places in self.bad.items()]
-        return out if self.source == DEFAULT_SOURCE else [f"{self.source}: {line}" for line in out]
+        named = out if self.source == DEFAULT_SOURCE else [f"{self.source}: {line}" for line in out]
+        return [_printable(line) for line in named]
 
 
 def read_records(
@@ -169,6 +171,8 @@ def _detect(path: str, rows: list[Row], format: str, columns: Mapping[str, str])
     for name, fields in candidates.items():
         mapping = {ours: columns.get(ours, column) for ours, column in fields.items()}
         required = {column for ours, column in mapping.items() if ours not in _OPTIONAL or ours in columns}
+        if format == "auto" and not columns:
+            required |= _TELLING.get(name, set())
         if set(columns) <= set(fields) and required <= present:
             mapping = {ours: column for ours, column in mapping.items() if column in present}
             _refuse_empty_prompts(path, rows, mapping, present)
@@ -176,9 +180,10 @@ def _detect(path: str, rows: list[Row], format: str, columns: Mapping[str, str])
     needs = {n: [c for ours, c in fields.items() if ours not in _OPTIONAL] for n, fields in candidates.items()}
     wanted = "; ".join(f"{name}: {', '.join(names)}" for name, names in needs.items())
     mapped = f" with {', '.join(f'{o} <- {c}' for o, c in columns.items())}" if columns else ""
+    names = _printable(", ".join(sorted(present)))
     raise ValueError(
-        f"{path} has the columns {', '.join(sorted(present))}, which{mapped} fit no format ({wanted}): set data.format and "
-        "map the names, e.g. data.columns: {instruction: question, response: answer}"
+        f"{path} has the columns {names}, which{mapped} fit no format ({wanted}): set data.format and map the names, e.g. "
+        "data.columns: {instruction: question, response: answer}"
     )
 
 
@@ -189,7 +194,7 @@ def _refuse_empty_prompts(path: str, rows: list[Row], mapping: dict[str, str], p
         if column and not any(isinstance(r.value, dict) and r.value.get(column) not in (None, "", []) for r in rows):
             raise ValueError(
                 f"{path}: {column} is empty in {len(rows)} of {len(rows)} rows; the columns are "
-                f"{', '.join(sorted(present))}: map the right one, e.g. data.columns: {{{ours}: NAME}}"
+                f"{_printable(', '.join(sorted(present)))}: map the right one, e.g. data.columns: {{{ours}: NAME}}"
             )
 
 
@@ -215,7 +220,8 @@ def _convert(rows: list[Row], report: ReadReport, seen: Counter[str]) -> list[Re
             report.bad.setdefault(str(kind), []).append(row.place)
             continue
         report.unused.update(c for c, cell in value.items() if c not in used and cell not in (None, "", [], {}))
-        if not any(role == "assistant" and text for role, text in turns):
+        answers = [text for role, text in turns if role == "assistant"]
+        if not answers or not all(text.strip() for text in answers):
             report.num_empty += 1
             continue
         while turns[-1][0] != "assistant":  # a question that nobody answers cannot be supervised
@@ -248,8 +254,9 @@ def _prompt_completion(row: dict[str, Any], report: ReadReport) -> tuple[Turns, 
     turns: list[tuple[str, str]] = []
     for ours, role in (("prompt", "user"), ("completion", "assistant")):
         column = report.columns[ours]
-        if isinstance(row.get(column), list):
-            turns += _turns(row[column], column, report)
+        messages = _json_messages(row.get(column))
+        if isinstance(messages, list):
+            turns += _turns(messages, column, report)
         else:
             turns.append((role, _text(row, column)))
     return tuple(turns), ""
@@ -262,11 +269,7 @@ def _system(row: dict[str, Any], report: ReadReport) -> Turns:
 
 def _turns(messages: Any, column: str, report: ReadReport) -> Turns:
     """A list of messages, or such a list as JSON text (in a CSV cell)."""
-    if isinstance(messages, str) and messages.lstrip().startswith("["):
-        try:
-            messages = loads(messages)
-        except (ValueError, RecursionError):
-            raise BadRow(f"{column} is text that is not a JSON list of messages") from None
+    messages = _json_messages(messages)
     if not isinstance(messages, list):
         raise BadRow(f"{column} is a JSON {json_type(messages)}, not a list of messages")
     turns = []
@@ -282,6 +285,17 @@ def _turns(messages: Any, column: str, report: ReadReport) -> Turns:
         report.unused.update(f"{column}.{k}" for k, v in message.items() if k not in keys and v not in (None, "", [], {}))
         turns.append((role, _content(message, keys[1])))
     return tuple(turns)
+
+
+def _json_messages(value: Any) -> Any:
+    """Text that is a JSON list of objects as that list; anything else as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        parsed = loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return parsed if isinstance(parsed, list) and parsed and all(isinstance(m, dict) for m in parsed) else value
 
 
 def _content(message: dict[str, Any], key: str) -> str:
@@ -301,9 +315,18 @@ def _text(row: dict[str, Any], column: str) -> str:
         if any("\ud800" <= char <= "\udfff" for char in value):
             raise BadRow(f"{column} is not valid Unicode (bytes that are not UTF-8, or half of a surrogate pair)")
         return value
+    if isinstance(value, float) and value != value:
+        return ""  # how tables write a missing value
     if isinstance(value, (bool, int, float)):
         return json.dumps(value)
+    if isinstance(value, Unreadable):
+        raise BadRow(f"{column} is {value.kind}, where text is expected")
     raise BadRow(f"{column} is a JSON {json_type(value)} where text is expected")
+
+
+def _printable(text: str) -> str:
+    """Names in a strange encoding, which Python holds as surrogates, would not print."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _content_id(turns: Turns, context: str) -> str:

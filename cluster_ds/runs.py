@@ -27,7 +27,7 @@ from .recipe import Recipe, add_recipe_arguments, recipe_from_args
 from .schedule import accumulation_steps
 from .tokens import TokenTable
 from .training import TrainResult
-from .watch import EXIT_STOPPED, Stopped
+from .watch import EXIT_STOPPED, STOP_FILE, Stopped
 
 _held: list[IO[str]] = []  # lock files of this process, open until it ends
 
@@ -43,6 +43,8 @@ def launch(parser: argparse.ArgumentParser, work: Callable[[Recipe, Path, Ranks,
         print(f"error: {message}" if rank == 0 else f"error on rank {rank}: {message}", file=sys.stderr, flush=True)
         sys.exit(2)
 
+    if args.stop_file:  # an argument reaches the ranks of every node, a variable does not
+        os.environ[STOP_FILE] = args.stop_file
     try:
         recipe, output_dir = recipe_from_args(args)
     except ValueError as error:
@@ -116,6 +118,8 @@ def open_run(recipe: Recipe, output_dir: Path, ranks: Ranks) -> None:  # collect
         except BlockingIOError:
             file.seek(0)
             raise ValueError(f"{output_dir} is in use by {file.read()}: wait, or choose another --output_dir") from None
+        except OSError:  # a file system without locks
+            ranks.print(f"[run] {output_dir} cannot be locked on this file system: take care that no second job uses it")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
@@ -125,9 +129,12 @@ def open_run(recipe: Recipe, output_dir: Path, ranks: Ranks) -> None:  # collect
         ranks.print(f"[run] recipe {recipe.name}, {where}, folder {output_dir}")
 
     ranks.on_main(work)
-    blind = [rank for rank, sees in enumerate(ranks.gather(lock.is_file())) if not sees]
-    if blind:
-        raise ValueError(f"ranks {blind} do not see {output_dir}: put it on a file system that all nodes share")
+    cache = cache_dir(recipe, output_dir)
+    ranks.on_main(lambda: cache.mkdir(parents=True, exist_ok=True))
+    for folder, what in ((lock, output_dir), (cache, cache)):
+        blind = [rank for rank, sees in enumerate(ranks.gather(folder.exists())) if not sees]
+        if blind:
+            raise ValueError(f"ranks {blind} do not see {what}: put it on a file system that all nodes share")
 
 
 def held_out_tokens(recipe: Recipe, output_dir: Path, ranks: Ranks) -> TokenTable | None:  # collective

@@ -11,12 +11,13 @@ import csv
 import gzip
 import io
 import json
+import os
 import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatch
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,20 @@ SPLIT_NAMES = {  # split -> how files and folders of it are named
     "validation": ("validation", "valid", "val", "dev", "eval"),
     "test": ("test", "testing"),
 }
-_NOT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+_NOT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "cache-*.arrow")
+_MAX_SPOILT = 200  # lines of a CSV file
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 class BadRow(ValueError):
     """A row that cannot become a record; the message is its kind."""
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A cell of a column that cannot be text."""
+
+    kind: str
 
 
 @dataclass(frozen=True)
@@ -102,6 +111,8 @@ def find_files(
     path = Path(source).expanduser()
     if path.is_file():
         return [(path.name, path)], []
+    if path.is_dir():
+        return _choose(path, source, split)
     if any(c in source for c in "*?["):
         root = Path(path.anchor or ".")
         pattern = str(path.relative_to(path.anchor)) if path.anchor else str(path)
@@ -109,13 +120,12 @@ def find_files(
         if not found:
             raise ValueError(f"no file matches {source}")
         return [(p.name, p) for p in found], []
-    if path.is_dir():
-        return _choose(path, source, split)
     if is_local(source):
         raise ValueError(f"data file {source} does not exist")
     card = download("dataset", source, revision, ["README.md"], local_only=local_only) / "README.md"
     patterns = _card_patterns(card, source, split, subset)
-    folder = download("dataset", source, revision, patterns or hub_patterns(), local_only=local_only)
+    wanted = hub_patterns() if patterns is None else [p for q in patterns for p in (q, q.replace("**/", ""))]
+    folder = download("dataset", source, revision, wanted, local_only=local_only)
     return _choose(folder, source, split, patterns)
 
 
@@ -123,16 +133,19 @@ def _choose(
     folder: Path, source: str, split: str, patterns: list[str] | None = None
 ) -> tuple[list[tuple[str, Path]], list[str]]:
     """The files of one split in a folder; what is left out is named, since a test set must not be trained on unseen."""
-    everything = sorted(p for p in folder.rglob("*") if p.is_file() and not _hidden(p.relative_to(folder)))
-    data = [p for p in everything if _reader_of(p) is not None and p.name not in _NOT_DATA]
+    walked = (Path(root, name) for root, _, files in os.walk(folder, followlinks=True) for name in files)
+    everything = sorted(p for p in walked if not _hidden(p.relative_to(folder)))
+    data = [p for p in everything if _reader_of(p) is not None and not any(map(p.match, _NOT_DATA))]
     names = {p: str(p.relative_to(folder)) for p in everything}
     if not data:
         listed = ", ".join(list(names.values())[:5]) or "nothing"
         raise ValueError(f"{source} holds no data file ({', '.join(_READERS)}, or these with .gz), only {listed}")
     if patterns is not None:
-        chosen = [p for p in data if any(fnmatch(names[p], pattern) for pattern in patterns)]
+        chosen = [p for p in data if any(_matches(names[p], pattern) for pattern in patterns)]
     else:
-        chosen = [p for p in data if split in _splits_of(names[p])] or [p for p in data if not _splits_of(names[p])]
+        chosen = [p for p in data if _is_of(names[p], split)]
+        if not chosen and split == "train":
+            chosen = [p for p in data if not any(_is_of(names[p], other) for other in SPLIT_NAMES)]
     if not chosen:
         raise ValueError(
             f"{source} has no files of split {split!r}, only {', '.join(names[p] for p in data[:5])}: set data.split, or "
@@ -153,9 +166,19 @@ def _hidden(path: Path) -> bool:
     return any(part.startswith((".", "_")) for part in path.parts)
 
 
-def _splits_of(name: str) -> set[str]:
+def _is_of(name: str, split: str) -> bool:
+    """Whether a file's name, or a folder's over it, says that it is of a split: "train", or one's own like "train_sft"."""
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    return {split for split, forms in SPLIT_NAMES.items() if words & set(forms)}
+    if split in SPLIT_NAMES:
+        return bool(words & set(SPLIT_NAMES[split]))
+    return set(re.split(r"[^a-z0-9]+", split.lower())) <= words
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a path matches a glob: * stays inside a folder, ** crosses folders or none."""
+    parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern)
+    translated = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    return re.fullmatch("".join(translated.get(part, re.escape(part)) for part in parts), name) is not None
 
 
 def _card_patterns(card: Path, source: str, split: str, subset: str | None) -> list[str] | None:
@@ -166,7 +189,8 @@ def _card_patterns(card: Path, source: str, split: str, subset: str | None) -> l
         meta = yaml.safe_load(head.group(1)) if head else None
     except yaml.YAMLError:
         meta = None
-    configs = {c["config_name"]: c for c in (meta or {}).get("configs") or [] if isinstance(c, dict) and "config_name" in c}
+    listed = meta.get("configs") if isinstance(meta, dict) else None
+    configs = {c["config_name"]: c for c in listed or [] if isinstance(c, dict) and "config_name" in c}
     if subset is not None and subset not in configs:
         raise ValueError(f"{source} has no subset {subset!r}: {', '.join(configs) or 'its card names none'}")
     if not configs:
@@ -175,15 +199,16 @@ def _card_patterns(card: Path, source: str, split: str, subset: str | None) -> l
     name = subset or default or (next(iter(configs)) if len(configs) == 1 else None)
     if name is None:
         raise ValueError(f"{source} has the subsets {', '.join(configs)}: choose one with data.subset")
-    files = configs[name].get("data_files")
+    files, inside = configs[name].get("data_files"), configs[name].get("data_dir")
+    prefix = f"{inside.strip('/')}/" if inside else ""
     if files is None:
-        return None
+        return [f"{prefix}**"] if inside else None
     if isinstance(files, str) or (isinstance(files, list) and all(isinstance(f, str) for f in files)):
         files = [{"split": "train", "path": files}]
     paths = {f["split"]: f["path"] if isinstance(f["path"], list) else [f["path"]] for f in files}
     if split not in paths:
         raise ValueError(f"{source} has the splits {', '.join(paths)}, not {split!r}: set data.split")
-    return paths[split]
+    return [prefix + path for path in paths[split]]
 
 
 # Readers give (unit, number, value); a value that cannot be read is a BadRow.
@@ -233,22 +258,13 @@ def _read_json(data: bytes, path: Path) -> _Read:
 
 
 def _read_csv(data: bytes, path: Path, delimiter: str = ",") -> _Read:
-    csv.field_size_limit(sys.maxsize)
-    text = io.StringIO(data.decode("utf-8", "surrogateescape"), newline="")
-    reader = csv.reader(text, delimiter=delimiter, strict=True)
     header: list[str] | None = None
-    while True:
-        line = reader.line_num + 1
-        try:
-            fields = next(reader, None)
-        except csv.Error as error:
-            yield "line", line, BadRow(f"not CSV: {error} (a quote that is not closed or not doubled)")
+    for line, fields in _csv_rows(data.decode("utf-8", "surrogateescape"), delimiter, path):
+        if isinstance(fields, BadRow):
+            yield "line", line, fields
+        elif not fields:
             continue
-        if fields is None:
-            return
-        if not fields:
-            continue
-        if header is None:
+        elif header is None:
             header = [name.strip() for name in fields]
             twice = sorted({name for name in header if header.count(name) > 1})
             if twice:
@@ -261,14 +277,35 @@ def _read_csv(data: bytes, path: Path, delimiter: str = ",") -> _Read:
             yield "line", line, dict(zip(header, fields, strict=True))
 
 
+def _csv_rows(text: str, delimiter: str, path: Path) -> Iterator[tuple[int, list[str] | BadRow]]:
+    """Rows with the line they begin at. A quote that is never closed spoils its own line; reading goes on behind it."""
+    csv.field_size_limit(sys.maxsize)
+    lines = list(io.StringIO(text, newline=""))
+    start, num_spoilt = 0, 0
+    while start < len(lines):
+        reader = csv.reader(islice(lines, start, None), delimiter=delimiter, strict=True)
+        first = start
+        try:
+            for fields in reader:
+                yield first + 1, fields
+                first = start + reader.line_num
+            return
+        except csv.Error as error:
+            num_spoilt += 1
+            if num_spoilt > _MAX_SPOILT:  # each is looked for to the end of the file
+                raise ValueError(f"{path}: more than {_MAX_SPOILT} quotes are not closed: is it CSV?") from None
+            yield first + 1, BadRow(f"not CSV: {error} (a quote that is not closed or not doubled)")
+            start = first + 1
+
+
 def _read_tsv(data: bytes, path: Path) -> _Read:
     yield from _read_csv(data, path, "\t")
 
 
 def _read_parquet(data: bytes, path: Path) -> _Read:
     try:
-        table = pq.read_table(pa.BufferReader(data))
-    except pa.ArrowException as error:
+        table = pq.ParquetFile(pa.BufferReader(data)).read()
+    except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} is not a whole Parquet file: {error}") from None
     yield from _table_rows(table, path)
 
@@ -279,7 +316,7 @@ def _read_arrow(data: bytes, path: Path) -> _Read:
         try:
             table = opener(pa.BufferReader(data)).read_all()
             break
-        except pa.ArrowException as error:
+        except (pa.ArrowException, OSError) as error:
             problems.append(str(error))
     else:
         raise ValueError(f"{path} is neither an Arrow file nor an Arrow stream: {'; '.join(problems)}")
@@ -287,13 +324,36 @@ def _read_arrow(data: bytes, path: Path) -> _Read:
 
 
 def _table_rows(table: pa.Table, path: Path) -> _Read:
-    columns = {name: _column(table.column(name), f"{path}: column {name}") for name in table.column_names}
+    twice = sorted({name for name in table.column_names if table.column_names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{path} has {', '.join(map(repr, twice))} twice among its columns")
+    columns = {name: _column(table.column(name)) for name in table.column_names}
     for i in range(table.num_rows):
         yield "row", i + 1, {name: values[i] for name, values in columns.items()}
 
 
-def _column(column: pa.ChunkedArray, where: str) -> list[Any]:
-    """A column's values in JSON's types; text that is not UTF-8 keeps its bytes as surrogates and spoils only its row."""
+def _column(column: pa.ChunkedArray) -> list[Any]:
+    """A column's values in JSON's types; text that is not UTF-8 keeps its bytes as surrogates and spoils only its row.
+
+    A column that is not of these types, or heavy (vectors, pictures), disturbs only who asks for it.
+    """
+    if _is_heavy(column.type):
+        return [Unreadable(f"of type {column.type}")] * len(column)
+    try:
+        return _values(column)
+    except (pa.ArrowException, UnicodeDecodeError, OverflowError, ValueError, TypeError, KeyError) as error:
+        return [Unreadable(f"of type {column.type}, not readable: {error}")] * len(column)
+
+
+def _is_heavy(kind: pa.DataType) -> bool:
+    types = pa.types
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        inner = kind.value_type
+        return types.is_floating(inner) or types.is_integer(inner) or _is_heavy(inner)
+    return types.is_struct(kind) and any(types.is_binary(f.type) or types.is_large_binary(f.type) for f in kind)
+
+
+def _values(column: pa.ChunkedArray) -> list[Any]:
     kind, types = column.type, pa.types
     if types.is_dictionary(kind):
         column, kind = column.cast(kind.value_type), kind.value_type
@@ -301,13 +361,10 @@ def _column(column: pa.ChunkedArray, where: str) -> list[Any]:
         return [v if v is None else v.decode("utf-8", "surrogateescape") for v in column.cast(pa.large_binary()).to_pylist()]
     if types.is_float16(kind) or types.is_float32(kind):  # 3.1, not 3.0999999046325684
         as_numpy = np.float16 if types.is_float16(kind) else np.float32
-        return [v if v is None else str(as_numpy(v)) for v in column.to_pylist()]
+        return [None if v is None or v != v else str(as_numpy(v)) for v in column.to_pylist()]
     if types.is_decimal(kind) or types.is_temporal(kind):
         return column.cast(pa.string()).to_pylist()
-    try:
-        return column.to_pylist()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where} holds text that is not UTF-8: {error}") from None
+    return column.to_pylist()
 
 
 _READERS: dict[str, Callable[..., _Read]] = {
@@ -331,8 +388,8 @@ def _parse(line: bytes) -> Any:
 
 
 def loads(text: str) -> Any:
-    """Parse JSON; numbers keep their spelling, since an answer of 3.10 must not be learnt as 3.1."""
-    return json.loads(text, parse_int=str, parse_float=str, parse_constant=str)
+    """Parse JSON; numbers keep their spelling, since an answer of 3.10 must not be learnt as 3.1. NaN is a missing value."""
+    return json.loads(text, parse_int=str, parse_float=str, parse_constant=lambda name: None if name == "NaN" else name)
 
 
 def json_type(value: Any) -> str:

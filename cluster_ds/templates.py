@@ -146,7 +146,8 @@ def _chat_segments(turns: tuple[tuple[str, str], ...], context: str, tokenizer: 
         if i:
             before = tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
         else:  # a conversation that the assistant opens: templates cannot prompt an empty list
-            before = after[: max(after.find(message["content"]), 0)]
+            probed = tokenizer.apply_chat_template([{**message, "content": _PROBE}], tokenize=False)
+            before = probed.partition(_PROBE)[0]
         if not (after.startswith(before) and full.startswith(after.rstrip()) and len(before) >= done):
             raise ValueError(
                 "this tokenizer's chat template rewrites earlier turns, so the answers' places are not known: "

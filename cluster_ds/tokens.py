@@ -256,7 +256,7 @@ def build_tokens(
         except ValueError as error:
             report.refused.setdefault(str(error), []).append(number)
             continue
-        if any(marker in text for _, text in record.turns for marker in markers):
+        if any(marker in text for text in (record.context, *(t for _, t in record.turns)) for marker in markers):
             report.num_marked += 1
             report.marked = [*report.marked, number][:_EXAMPLES]
         if not any(sample.supervised[1:]):
@@ -272,7 +272,8 @@ def build_tokens(
         chunks.append(np.asarray(sample.ids, dtype=np.int32))
         masks.append(np.asarray(sample.supervised, dtype=bool))
     if not ids and report.refused:
-        report.require(max_bad_fraction=0, max_masked_fraction=1, max_length=max_length)
+        kinds = "; ".join(f"{len(numbers)}: {kind}" for kind, numbers in report.refused.items())
+        raise ValueError(f"none of {len(records)} rows fits the template ({kinds}): use another data.template")
     if not ids:
         raise ValueError(
             f"no supervised token left in any of {len(records)} rows after truncation to data.max_length {max_length}: "

@@ -26,6 +26,7 @@ from .checkpoint import (
     load_checkpoint,
     release,
     save_checkpoint,
+    set_aside_later,
 )
 from .distributed import Ranks, ensure_process_group
 from .ds_config import resolve_config, zero_stage
@@ -38,12 +39,12 @@ from .plan import Plan
 from .prepare import Prepared
 from .recipe import Recipe, TrainSection
 from .schedule import Schedule
-from .watch import Stopped, Watch
+from .watch import LOADING, Stopped, Watch
 
 # What may change between two starts of one run: none of it changes what is learnt.
 _FREE_TO_CHANGE = {
-    "micro_batch_size", "num_workers", "checkpoint_every", "keep_checkpoints", "export_dtype", "hang_timeout_s",
-    "max_nonfinite_steps",
+    "micro_batch_size", "gradient_checkpointing", "num_workers", "checkpoint_every", "keep_checkpoints", "export_dtype",
+    "hang_timeout_s", "max_nonfinite_steps",
 }
 _LOG_LINES = 20  # of a run whose output is not a terminal
 
@@ -88,14 +89,15 @@ def train(
     ensure_process_group(ranks)
     started = time.perf_counter()
     dtype = getattr(torch, recipe.train.export_dtype)
-    with peak_memory("training", ranks):
+    with peak_memory("training", ranks), _explained(recipe.train):
         engine, loader = _build(recipe, prepared, config, ranks)
-        needed = checkpoint_bytes(engine) + export_bytes(engine, dtype)
-        ranks.on_main(lambda: require_space(output_dir, needed, "one checkpoint and the exported model"))
+        if step < num_steps:
+            needed = checkpoint_bytes(engine) + export_bytes(engine, dtype)
+            ranks.on_main(lambda: require_space(output_dir, needed, "one checkpoint and the exported model"))
         if step:
             load_checkpoint(engine, output_dir / "checkpoints", step, ranks)
             loader.load_state_dict({"step": step})
-        with ranks.watch.deferring(recipe.train.hang_timeout_s), _explained(recipe.train):
+        with ranks.watch.deferring(recipe.train.hang_timeout_s):
             _loop(recipe.train, engine, loader, output_dir, identity, ranks)
     with peak_memory("export", ranks):
         export_model(engine, prepared.tokenizer, model_folder, dtype, exported, ranks)
@@ -177,6 +179,9 @@ def _resume_step(
     require_ours(output_dir / "model")
     folder = output_dir / "checkpoints"
     found = find_checkpoint(folder, wanted)
+    if wanted is not None and found.step is not None:
+        for later in set_aside_later(folder, found.step):
+            ranks.print(f"[train] {later.name} holds what this run will no longer lead to: kept, but passed over")
     ranks.print(*(f"[train] {note}" for note in found.notes))
     if found.step is None:
         if is_committed(output_dir / "model"):
@@ -314,7 +319,7 @@ def _explained(train: TrainSection) -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = str(error).split("\n")[0]
-        if "DataLoader worker" in text:
+        if "DataLoader worker" in text and ("exited unexpectedly" in text or "killed by signal" in text):
             raise ValueError(
                 f"a data loader worker died ({text}): if the machine is short of memory, lower train.num_workers from "
                 f"{train.num_workers}; the same command continues from the last checkpoint"
@@ -326,8 +331,8 @@ def _explained(train: TrainSection) -> Iterator[None]:
             f"out of memory in training: lower train.micro_batch_size from {train.micro_batch_size} to {half} (the global "
             "batch and the result stay the same)"
             + ("" if train.gradient_checkpointing else ", set train.gradient_checkpointing to true")
-            + ", use a higher ZeRO stage (deepspeed.config, in another --output_dir), or more GPUs; the same command "
-            f"continues from the last checkpoint ({text})"
+            + "; the same command continues from the last checkpoint. Or use a higher ZeRO stage (deepspeed.config) or more "
+            f"GPUs, in another --output_dir ({text})"
         ) from error
 
 
@@ -335,7 +340,7 @@ def _timed(loader: ClusterLoader, watch: Watch) -> Iterator[tuple[dict[str, Any]
     """Micro-batches with the seconds that they were waited for."""
     batches = iter(loader)
     while True:
-        watch.at(f"step {loader.step + 1}, loading a micro-batch")
+        watch.at(f"step {loader.step + 1}, {LOADING}")
         asked = time.perf_counter()
         batch = next(batches, None)
         if batch is None:

@@ -26,11 +26,14 @@ import psutil
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: in good order, and worth another try
 EXIT_HANGS = 1
+LOADING = "loading a micro-batch"  # the place where a rank waits for nobody else
 STOP_FILE = "CLUSTER_DS_STOP_FILE"  # names a file that asks for a stop by being there, at once if it says "now"
 JOB_PID = "CLUSTER_DS_JOB_PID"  # the job script's process
 _POLL_S = 0.5
-_PATIENCE_S = 3.0  # for the other ranks' reports of a hang
-_GRACE_S = 120.0  # for a checkpoint after the launcher has gone
+_ANSWER_S = 2.0  # a rank that is asked where it is answers within this time
+_PATIENCE_S = 8.0  # for the other ranks' answers
+_GRACE_S = 120.0  # without progress, after the launcher has gone
+_ASKED = "cluster_ds/hang/asked"
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -49,13 +52,19 @@ class Watch:
         requested: why training is to stop at the next boundary; None while it is not.
     """
 
-    def __init__(self, rank: int = 0, world_size: int = 1, connect: Callable[[], Any] | None = None):
-        """`connect` makes a client of the job's store of this thread's own."""
+    def __init__(
+        self, rank: int = 0, world_size: int = 1, connect: Callable[[], Any] | None = None,
+        tell: Callable[[str], None] | None = None,
+    ):
+        """`connect` makes a client of the job's store; `tell` lets waiting ranks know that this one will not come."""
         self.rank, self.world_size = rank, world_size
         self.requested: str | None = None
-        self._connect = connect
+        self._connect, self._tell = connect, tell
+        self._has_launcher = "LOCAL_RANK" in os.environ
         self._deferred = False
         self._hang_timeout_s = float("inf")
+        self._unhurried = False
+        self._asked_at = 0.0
         self._ticks, self._where, self._since = 0, "", time.monotonic()
         self._interrupted_at = -float("inf")
         self._launcher_gone_at: float | None = None
@@ -72,6 +81,8 @@ class Watch:
             signal.signal(number, _no_action)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # the main thread may sit in C code for long
         threading.Thread(target=self._run, args=(reader,), daemon=True, name="watch").start()
+        if self.world_size > 1 and self._connect is not None:
+            threading.Thread(target=self._answer, daemon=True, name="watch-answers").start()
 
     def at(self, where: str) -> None:
         """Note progress of the main thread."""
@@ -93,12 +104,12 @@ class Watch:
     @contextmanager
     def unhurried(self) -> Iterator[None]:
         """No progress is expected here: a checkpoint may take long."""
-        timeout, self._hang_timeout_s = self._hang_timeout_s, float("inf")
+        self._unhurried = True
         try:
             yield
         finally:
             self.at(self._where)
-            self._hang_timeout_s = timeout
+            self._unhurried = False
 
     def stop_in_order(self) -> None:
         """The checkpoint is written: signals no longer matter, and who asked through a file is told."""
@@ -130,8 +141,9 @@ class Watch:
                 self._leave(130, "interrupted: the same command continues from what is finished")
             if self.requested is None:
                 self._request("the job script")
-        if self._deferred and time.monotonic() - self._since > self._hang_timeout_s:
-            self._report_hang()
+        silent_s = time.monotonic() - self._since
+        if self._deferred and not self._unhurried and silent_s > self._hang_timeout_s:
+            self._ask_around(silent_s)
 
     def _on_signal(self, number: int) -> None:
         if number not in _SIGNALS or self._finished:
@@ -159,14 +171,14 @@ class Watch:
                 self._say(f"stopping ({why}): a checkpoint follows at the end of this step{again}")
 
     def _look_at_launcher(self) -> None:
-        if "LOCAL_RANK" in os.environ and os.getppid() != self._parent:
+        if self._has_launcher and os.getppid() != self._parent:
             self._leave(EXIT_STOPPED, "")
         if not all(map(_is_alive, self._starters)):
             if self._launcher_gone_at is None:
                 self._launcher_gone_at = time.monotonic()
                 self._request("the end of the deepspeed launcher")
-            elif time.monotonic() - self._launcher_gone_at > _GRACE_S:
-                self._leave(EXIT_STOPPED, "no step ended since the launcher has gone: leaving without a checkpoint")
+            elif not self._unhurried and time.monotonic() - max(self._launcher_gone_at, self._since) > _GRACE_S:
+                self._leave(EXIT_STOPPED, "no progress since the launcher has gone: leaving without a checkpoint")
 
     def _siblings_gone(self) -> bool:
         """Whether a rank of this node has ended, under DeepSpeed's launcher."""
@@ -177,46 +189,82 @@ class Watch:
         except psutil.Error:
             return True
 
-    def _report_hang(self) -> None:
-        """Exchange places with the other ranks, name who is behind, end the job."""
-        places: dict[int, tuple[int, str]] = {self.rank: (self._ticks, self._where)}
+    def _ask_around(self, silent_s: float) -> None:
+        """No progress here for long: find out whether another rank hangs, or this one; then name it and end the job.
+
+        A rank that waits in a collective for others who do make progress is merely early.
+        """
+        if time.monotonic() - self._asked_at < self._hang_timeout_s / 4:
+            return
+        self._asked_at = time.monotonic()
+        places: dict[int, tuple[int, float, str]] = {self.rank: (self._ticks, silent_s, self._where)}
         exchange = threading.Thread(target=self._exchange, args=(places,), daemon=True)
         exchange.start()
-        exchange.join(4 * _PATIENCE_S)  # a frozen rank 0 would keep the store's clients waiting
+        exchange.join(2 * _PATIENCE_S)  # a frozen rank 0 keeps the store's clients waiting
         silent = [r for r in range(self.world_size) if r not in places]
-        last = min(ticks for ticks, _ in places.values())
-        behind = sorted(r for r, (ticks, _) in places.items() if ticks == last)
-        waited = time.monotonic() - self._since
+        stuck = {r: place for r, place in places.items() if place[1] >= self._hang_timeout_s / 2}
+        loading = [r for r, (_, _, where) in stuck.items() if where.endswith(LOADING)]
+        if len(stuck) + len(silent) < self.world_size and not loading:
+            return
+        behind = silent or min_ticks(loading, places) or min_ticks(list(stuck), places)
         if self.rank == min(places):
-            named = [f"rank {r} does not answer" for r in silent]
-            if not silent and len(behind) < self.world_size:
-                named = [f"rank {r} hangs in {places[r][1]}" for r in behind]
-            elif not silent:
-                named = ["all ranks wait for each other"]
-            others = ", ".join(f"rank {r} is in {w}" for r, (_, w) in sorted(places.items()) if silent or r not in behind)
+            named = [
+                f"rank {r} " + ("does not answer" if r in silent else f"hangs in {places[r][2]}") for r in behind
+            ] if len(behind) < self.world_size else ["all ranks wait for each other"]
+            others = ", ".join(f"rank {r} is in {where}" for r, (_, _, where) in sorted(places.items()) if r not in behind)
             self._say(
-                f"error: no progress for {waited:.0f} s (train.hang_timeout_s): {'; '.join(named)}"
+                f"error: no progress for {silent_s:.0f} s (train.hang_timeout_s): {'; '.join(named)}"
                 + (f"; {others}" if others else "") + "; the same command continues from the last checkpoint"
             )
+            time.sleep(_ANSWER_S + _POLL_S)  # time for the rank that hangs to show its stack
         if self.rank in behind:
-            frame = sys._current_frames().get(self._main_thread)
-            stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-            print(f"[rank {self.rank}] in {self._where}, its stack:\n{stack}", file=sys.stderr, flush=True)
-        time.sleep(1)
+            self._show_stack()
         self._leave(EXIT_HANGS, "")
 
-    def _exchange(self, places: dict[int, tuple[int, str]]) -> None:
+    def _show_stack(self) -> None:
+        frame = sys._current_frames().get(self._main_thread)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        print(f"[rank {self.rank}] in {self._where}, its stack:\n{stack}", file=sys.stderr, flush=True)
+
+    def _exchange(self, places: dict[int, tuple[int, float, str]]) -> None:
+        """Ask every rank where it is; answers come into `places`."""
         if self._connect is None or self.world_size == 1:
             return
-        store = self._connect()
-        store.set(f"cluster_ds/hang/{self.rank}", f"{self._ticks} {self._where}")
-        deadline = time.monotonic() + _PATIENCE_S
-        while time.monotonic() < deadline and len(places) < self.world_size:
-            for rank in set(range(self.world_size)) - set(places):
-                if store.check([f"cluster_ds/hang/{rank}"]):
-                    ticks, _, where = store.get(f"cluster_ds/hang/{rank}").decode().partition(" ")
-                    places[rank] = (int(ticks), where)
-            time.sleep(_POLL_S / 5)
+        try:
+            store = self._connect()
+            question = f"{self.rank}-{time.time()}"
+            store.set(_ASKED, question)
+            deadline = time.monotonic() + _PATIENCE_S
+            while time.monotonic() < deadline and len(places) < self.world_size:
+                for rank in set(range(self.world_size)) - set(places):
+                    key = f"cluster_ds/hang/{question}/{rank}"
+                    if store.check([key]):
+                        ticks, silent_s, where = store.get(key).decode().split(" ", 2)
+                        places[rank] = (int(ticks), float(silent_s), where)
+                time.sleep(_POLL_S / 5)
+        except RuntimeError:  # rank 0, which hosts the store, has left or is frozen
+            return
+
+    def _answer(self) -> None:
+        """In a thread of its own: answer ranks that ask where this one is; show the stack if it is stuck itself."""
+        assert self._connect is not None
+        answered, shown = "", False
+        try:
+            store = self._connect()
+            while True:
+                time.sleep(_ANSWER_S)
+                if not self._deferred or self._unhurried or not store.check([_ASKED]):
+                    continue
+                question = store.get(_ASKED).decode()
+                if question == answered:
+                    continue
+                answered, silent_s = question, time.monotonic() - self._since
+                store.set(f"cluster_ds/hang/{question}/{self.rank}", f"{self._ticks} {silent_s} {self._where}")
+                if not shown and not question.startswith(f"{self.rank}-") and silent_s >= self._hang_timeout_s / 2:
+                    shown = True
+                    self._show_stack()
+        except RuntimeError:  # the store has gone with rank 0
+            return
 
     def _say(self, text: str) -> None:
         try:
@@ -232,12 +280,22 @@ class Watch:
                 stream.flush()
             except OSError:
                 pass
+        if self._tell is not None and code != EXIT_HANGS:
+            telling = threading.Thread(target=self._tell, args=(message or "it was stopped",), daemon=True)
+            telling.start()
+            telling.join(2)
         for child in psutil.Process().children(recursive=True):  # a loader's worker may be what hangs
             try:
                 child.kill()
             except psutil.Error:
                 pass
         os._exit(code)
+
+
+def min_ticks(ranks: list[int], places: dict[int, tuple[int, float, str]]) -> list[int]:
+    """Those of some ranks that have made the least progress."""
+    least = min((places[r][0] for r in ranks), default=0)
+    return sorted(r for r in ranks if places[r][0] == least)
 
 
 def leave_workers_alone(_: int) -> None:

@@ -12,14 +12,14 @@ cds_train() {
     # Without GPUs DeepSpeed would start one rank per NUMA node; with GPUs it takes the visible ones.
     [ -z "${NUM_CPU_RANKS:-}" ] || options+=(--num_gpus "$NUM_CPU_RANKS")
     [ -z "${MASTER_PORT:-}" ] || options+=(--master_port "$MASTER_PORT") # else the ranks take a free one
-    # The launcher would kill its ranks; they look for this file instead.
-    CLUSTER_DS_STOP_FILE="$(mktemp -u)"
-    CLUSTER_DS_JOB_PID=$$ # and whether this script is still there
-    export CLUSTER_DS_STOP_FILE CLUSTER_DS_JOB_PID
-    trap ': >> "$CLUSTER_DS_STOP_FILE"' TERM USR1 HUP
-    trap '[ ! -e "$CLUSTER_DS_STOP_FILE" ] || echo now >> "$CLUSTER_DS_STOP_FILE"; : >> "$CLUSTER_DS_STOP_FILE"' INT
+    # The launcher would kill its ranks; rank 0, maybe on another node, looks for this file instead.
+    cds_stop_file="$(mktemp -u "$PWD/.cluster_ds_stop.XXXXXX")"
+    export CLUSTER_DS_JOB_PID=$$ # ranks on this node leave when this script has gone
+    trap ': >> "$cds_stop_file"' TERM USR1 HUP
+    trap '[ ! -e "$cds_stop_file" ] || echo now >> "$cds_stop_file"; : >> "$cds_stop_file"' INT
     set -m # a process group of its own, so that Ctrl-C reaches this script alone
-    "$PYTHON" -m deepspeed.launcher.runner "${options[@]}" "$CLUSTER_DS_HOME/launch/train.py" --recipe "$recipe" "$@" &
+    "$PYTHON" -m deepspeed.launcher.runner "${options[@]}" "$CLUSTER_DS_HOME/launch/train.py" \
+        --recipe "$recipe" --stop_file "$cds_stop_file" "$@" &
     runner=$!
     set +m
     while :; do # a trapped signal ends `wait`, not the job
@@ -29,7 +29,7 @@ cds_train() {
     done
     trap - TERM USR1 INT HUP
     # Rank 0 has answered; the launcher's own code may be another one.
-    ! grep -qx stopped "$CLUSTER_DS_STOP_FILE" 2>/dev/null || code=75
-    rm -f "$CLUSTER_DS_STOP_FILE"
+    ! grep -qx stopped "$cds_stop_file" 2>/dev/null || code=75
+    rm -f "$cds_stop_file"
     return "$code"
 }

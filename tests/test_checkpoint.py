@@ -1,6 +1,6 @@
 import pytest
 
-from cluster_ds.checkpoint import find_checkpoint, tag_of
+from cluster_ds.checkpoint import find_checkpoint, set_aside_later, tag_of
 from cluster_ds.files import write_json
 
 
@@ -49,3 +49,14 @@ def test_damage_is_passed_over_with_a_reason_and_refused_when_nothing_else_is_le
         find_checkpoint(tmp_path)
     assert str(error.value).count(reason) == 2
     assert sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*")) == before
+
+
+def test_going_back_to_an_older_one(tmp_path):
+    folder = tmp_path / "checkpoints"
+    for step in (5, 10, 15):
+        checkpoint(folder, step)
+    assert find_checkpoint(folder, "step-00000005").step == find_checkpoint(folder, str(folder / tag_of(5))).step == 5
+    with pytest.raises(ValueError, match="--resume step-00000007: no such checkpoint in .*, which has step-00000005, step-00000010"):
+        find_checkpoint(folder, "step-00000007")
+    assert [p.name for p in set_aside_later(folder, 5)] == ["set-aside-step-00000010", "set-aside-step-00000015"]
+    assert find_checkpoint(folder).step == 5

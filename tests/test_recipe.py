@@ -100,3 +100,13 @@ def test_resolved_recipe_is_complete():
     saved = yaml.safe_load(load_recipe("tiny").to_yaml())
     assert set(saved) == set(Recipe.model_fields)
     assert saved["train"]["max_grad_norm"] == 1.0  # defaults are written down
+
+
+def test_held_out_rows_are_read_as_the_training_rows_but_for_their_revision():
+    settings = ["data.path=own/a", "data.revision=abc", "data.subset=x", "data.format=alpaca", "data.columns={response: answer}"]
+    other = load_recipe("tiny", [*settings, "evaluate.held_out=own/b"]).held_out_source
+    assert (other.path, other.revision, other.subset, other.columns) == ("own/b", None, None, {"response": "answer"})
+    same = load_recipe("tiny", [*settings, "evaluate.held_out=own/a", "evaluate.held_out_split=test"]).held_out_source
+    assert (same.revision, same.subset, same.split) == ("abc", "x", "test")
+    own = load_recipe("tiny", [*settings, "evaluate.held_out={path: c.jsonl, format: messages}"]).held_out_source
+    assert (own.path, own.format, own.columns) == ("c.jsonl", "messages", {})

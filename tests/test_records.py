@@ -132,7 +132,7 @@ def test_missing_or_strange_files(tmp_path):
     with pytest.raises(ValueError, match="holds a JSON object, not a list of rows"):
         (tmp_path / "a.json").write_text("{}")
         read_records(str(tmp_path / "a.json"))
-    with pytest.raises(ValueError, match="no format 'alpca': auto, oss_instruct"):
+    with pytest.raises(ValueError, match="no format 'alpca': auto, messages, sharegpt, oss_instruct"):
         read_records(write(tmp_path / "d.jsonl", ALPACA), format="alpca")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty holds no data file"):

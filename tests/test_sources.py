@@ -179,7 +179,7 @@ def test_numbers_of_a_table_keep_their_spelling(tmp_path):
 def test_quotes_that_are_not_closed(tmp_path):
     (tmp_path / "a.csv").write_bytes(b'instruction,output\na,b\n"c"d,e\nf,g\n"h,i\nj,k\n')
     records, (report,) = read_records({"data": Source(str(tmp_path / "a.csv"))}, 0.9)
-    assert [r.turns[1][1] for r in records] == ["b", "g"]
+    assert [r.turns[1][1] for r in records] == ["b", "g", "k"]  # what stands behind the open quote is not lost
     assert [p.number for places in report.bad.values() for p in places] == [3, 5]
 
 
@@ -217,3 +217,120 @@ def test_tool_turns_and_what_is_not_used(tmp_path):
     assert [role for role, _ in records[0].turns] == ["system", "user", "assistant", "tool", "assistant"]
     assert "not used: conversations.weight (1), tools (1)" in report.lines()
     assert "tool_calls" in next(iter(report.bad))
+
+
+def test_an_open_quote_loses_nothing_behind_it(tmp_path):
+    lines = [f"question {i},answer {i}" for i in range(10_000)]
+    lines[199] = 'question 199,"answer 199'
+    (tmp_path / "a.csv").write_text("instruction,output\n" + "\n".join(lines) + "\n")
+    records, (report,) = read_records({"data": Source(str(tmp_path / "a.csv"))})
+    assert len(records) == 9_999 and [str(p) for places in report.bad.values() for p in places] == ["line 201"]
+    lines[:300] = ['q,"a'] * 300
+    (tmp_path / "a.csv").write_text("instruction,output\n" + "\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match="more than 200 quotes are not closed"):
+        read_records({"data": Source(str(tmp_path / "a.csv"))}, 0.9)
+
+
+def test_nan_is_a_missing_value(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"instruction": "q", "input": NaN, "output": "a"}\n{"instruction": "q", "output": NaN}\n')
+    table = pa.table({"instruction": ["q", "q"], "input": pa.array([float("nan")] * 2, pa.float32()), "output": [1.5, float("nan")]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    for name, answer in (("a.jsonl", "a"), ("a.parquet", "1.5")):
+        (record,), (report,) = read_records({"data": Source(str(tmp_path / name))})
+        assert record.turns[1] == ("assistant", answer) and record.context == "" and report.num_empty == 1
+
+
+def test_columns_that_nobody_reads_disturb_nothing(tmp_path):
+    columns = {
+        "instruction": pa.array(["q"]), "output": pa.array(["a"]),
+        "vector": pa.array([[1.0, 2.0]]), "bytes": pa.array([b"\xff\xfe"]), "interval": pa.array([(1, 2, 3)], pa.month_day_nano_interval()),
+        "broken": pa.array([[b"\xff"]], pa.list_(pa.binary())).cast(pa.list_(pa.binary())),
+        "time": pa.array([2**62], pa.timestamp("us")), "zone": pa.array([0], pa.timestamp("s", tz="Nowhere/Land")),
+    }
+    table = pa.table(columns)
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    (record,), (report,) = read_records({"data": Source(str(tmp_path / "a.arrow"))})
+    assert record.turns == (("user", "q"), ("assistant", "a")) and "vector (1)" in "".join(report.lines())
+    source = Source(str(tmp_path / "a.arrow"), format="instruction_response", columns={"response": "vector"})
+    with pytest.raises(ValueError, match="vector is of type list<.*>, where text is expected"):
+        read_records({"data": source})
+
+
+def test_splits_of_ones_own_and_no_fallback_but_for_train(tmp_path):
+    for name in ("part-0.jsonl", "train_sft.jsonl", "cache-0123.arrow"):
+        (tmp_path / name).write_bytes(json_lines(ROWS))
+    for split, found in (("train", "train_sft.jsonl"), ("train_sft", "train_sft.jsonl")):
+        assert [name for name, _ in find_files(str(tmp_path), split=split)[0]] == [found]
+    for split in ("validation", "trian"):
+        with pytest.raises(ValueError, match=f"has no files of split '{split}', only part-0.jsonl, train_sft.jsonl"):
+            find_files(str(tmp_path), split=split)
+
+
+def test_folders_with_links_brackets_and_tildes(tmp_path, monkeypatch):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "a.jsonl").write_bytes(json_lines(ROWS))
+    folder = tmp_path / "data[v1]"
+    folder.mkdir()
+    (folder / "linked").symlink_to(elsewhere)
+    assert [name for name, _ in find_files(str(folder))[0]] == ["linked/a.jsonl"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert len(read_rows("~/elsewhere/a.jsonl")[0]) == 4
+
+
+@pytest.mark.parametrize(
+    ("card", "subset", "split", "files"),
+    [
+        ("configs:\n- config_name: default\n  data_files:\n  - split: train\n    path: '*.jsonl'\n  - split: test\n    path: test/*.jsonl", None, "train", ["root.jsonl"]),
+        ("configs:\n- config_name: main\n  data_dir: main\n- config_name: other\n  data_dir: other", "other", "train", ["other/o.jsonl"]),
+        ("configs:\n- config_name: default\n  data_files: '**/root.jsonl'", None, "train", ["root.jsonl"]),
+        ("configs:\n- config_name: default\n  data_files:\n  - split: test\n    path: [test/t.jsonl]", None, "test", ["test/t.jsonl"]),
+    ],
+)
+def test_the_card_of_a_hub_data_set(tmp_path, monkeypatch, card, subset, split, files):
+    for name in ("root.jsonl", "test/t.jsonl", "main/m.jsonl", "other/o.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(json_lines(ROWS))
+    (tmp_path / "README.md").write_text(f"---\n{card}\n---\n# Card\n")
+    monkeypatch.setattr("cluster_ds.sources.download", lambda *_, **__: tmp_path)
+    assert [name for name, _ in find_files("owner/name", split=split, subset=subset)[0]] == files
+
+
+def test_cards_that_choose_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("cluster_ds.sources.download", lambda *_, **__: tmp_path)
+    (tmp_path / "a.jsonl").write_bytes(json_lines(ROWS))
+    (tmp_path / "README.md").write_text("---\nHello\n---\n")
+    assert [name for name, _ in find_files("owner/name")[0]] == ["a.jsonl"]
+    (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: a\n- config_name: b\n---\n")
+    with pytest.raises(ValueError, match="owner/name has the subsets a, b: choose one with data.subset"):
+        find_files("owner/name")
+    with pytest.raises(ValueError, match="owner/name has no subset 'c': a, b"):
+        find_files("owner/name", subset="c")
+
+
+def test_chats_as_text_and_problems_that_are_no_code(tmp_path):
+    prompt, completion = ([{"role": r, "content": t}] for r, t in (("user", "q"), ("assistant", "a")))
+    (tmp_path / "a.csv").write_bytes(as_csv([{"prompt": json.dumps(prompt), "completion": json.dumps(completion)}]))
+    assert read_records({"data": Source(str(tmp_path / "a.csv"))})[0][0].turns == (("user", "q"), ("assistant", "a"))
+    (tmp_path / "a.jsonl").write_bytes(json_lines([{"problem": "2+2?", "solution": "4", "messages": prompt + completion}]))
+    assert read_records({"data": Source(str(tmp_path / "a.jsonl"))})[1][0].format == "messages"
+    (tmp_path / "b.jsonl").write_bytes(json_lines([{"problem": "2+2?", "solution": "4"}]))
+    with pytest.raises(ValueError, match="has the columns problem, solution, which fit no format"):
+        read_records({"data": Source(str(tmp_path / "b.jsonl"))})
+    assert read_records({"data": Source(str(tmp_path / "b.jsonl"), format="oss_instruct")})[0]
+
+
+def test_empty_answers_in_chats_are_counted(tmp_path):
+    chats = [[("user", "q"), ("assistant", ""), ("user", "r"), ("assistant", "a")], [("user", "q"), ("assistant", "  \n")], [("user", "q"), ("assistant", "a")]]
+    rows = [{"messages": [{"role": r, "content": c} for r, c in chat]} for chat in chats]
+    (tmp_path / "a.jsonl").write_bytes(json_lines(rows))
+    records, (report,) = read_records({"data": Source(str(tmp_path / "a.jsonl"))})
+    assert len(records) == 1 and report.num_empty == 2
+
+
+def test_names_in_a_strange_encoding_are_printed(tmp_path):
+    (tmp_path / "a.csv").write_bytes("instruction,output,cat\u00e9gorie\nq,a,x\n".encode("latin-1"))
+    _, (report,) = read_records({"data": Source(str(tmp_path / "a.csv"))})
+    "".join(report.lines()).encode()
+    assert "not used: cat\\udce9gorie (1)" in report.lines()

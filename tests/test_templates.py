@@ -193,3 +193,14 @@ def smollm2():
     from cluster_ds.models import load_tokenizer
 
     return load_tokenizer(resolve_model("embedded:smollm2-135m-instruct"))
+
+
+@pytest.mark.parametrize("first", ["You", "a", "assistant", "Hello! \n"])
+@pytest.mark.parametrize("which", ["byte_tokenizer", "smollm2"])
+def test_an_assistant_that_speaks_first(request, which, first):
+    """Its place is not mistaken for the header's or the default system prompt's words."""
+    tokenizer = request.getfixturevalue(which)
+    turns = (("assistant", first), ("user", "u"), ("assistant", "b"))
+    segments = render(get_template("chat", tokenizer), turns, "", tokenizer)
+    end = tokenizer.eos_token
+    assert [s.text for s in segments if s.supervised] == [first + end, "b" + end]
