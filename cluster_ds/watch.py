@@ -64,7 +64,7 @@ class Watch:
         self._deferred = False
         self._hang_timeout_s = float("inf")
         self._unhurried = False
-        self._asked_at = 0.0
+        self._asked_at, self._shown = -float("inf"), False
         self._ticks, self._where, self._since = 0, "", time.monotonic()
         self._interrupted_at = -float("inf")
         self._launcher_gone_at: float | None = None
@@ -207,7 +207,7 @@ class Watch:
         if len(stuck) + len(silent) < self.world_size and not loading:
             return
         behind = silent or min_ticks(loading, places) or min_ticks(list(stuck), places)
-        if self.rank == min(places):
+        if self._is_first(places):
             named = [
                 f"rank {r} " + ("does not answer" if r in silent else f"hangs in {places[r][2]}") for r in behind
             ] if len(behind) < self.world_size else ["all ranks wait for each other"]
@@ -216,12 +216,25 @@ class Watch:
                 f"error: no progress for {silent_s:.0f} s (train.hang_timeout_s): {'; '.join(named)}"
                 + (f"; {others}" if others else "") + "; the same command continues from the last checkpoint"
             )
-            time.sleep(_ANSWER_S + _POLL_S)  # time for the rank that hangs to show its stack
         if self.rank in behind:
             self._show_stack()
+        time.sleep(_ANSWER_S + _POLL_S)  # the launcher ends all when one leaves; others may have something to show
         self._leave(EXIT_HANGS, "")
 
+    def _is_first(self, places: dict[int, tuple[int, float, str]]) -> bool:
+        """Whether this rank is to speak: the first to know, or the lowest that answers if the store is out of reach."""
+        order: list[int] = []
+        if self._connect is not None and self.world_size > 1:
+            connect = self._connect
+            asking = threading.Thread(target=lambda: order.append(connect().add("cluster_ds/hang/told", 1)), daemon=True)
+            asking.start()
+            asking.join(_ANSWER_S)
+        return order[0] == 1 if order else self.rank == min(places)
+
     def _show_stack(self) -> None:
+        if self._shown:
+            return
+        self._shown = True
         frame = sys._current_frames().get(self._main_thread)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         print(f"[rank {self.rank}] in {self._where}, its stack:\n{stack}", file=sys.stderr, flush=True)
@@ -232,15 +245,14 @@ class Watch:
             return
         try:
             store = self._connect()
-            question = f"{self.rank}-{time.time()}"
-            store.set(_ASKED, question)
+            number = store.add(_ASKED, 1)
             deadline = time.monotonic() + _PATIENCE_S
             while time.monotonic() < deadline and len(places) < self.world_size:
                 for rank in set(range(self.world_size)) - set(places):
-                    key = f"cluster_ds/hang/{question}/{rank}"
-                    if store.check([key]):
-                        ticks, silent_s, where = store.get(key).decode().split(" ", 2)
-                        places[rank] = (int(ticks), float(silent_s), where)
+                    if store.check([f"{_ASKED}/{rank}"]):
+                        answered, ticks, silent_s, where = store.get(f"{_ASKED}/{rank}").decode().split(" ", 3)
+                        if int(answered) >= number:  # else it is the answer to an earlier question
+                            places[rank] = (int(ticks), float(silent_s), where)
                 time.sleep(_POLL_S / 5)
         except RuntimeError:  # rank 0, which hosts the store, has left or is frozen
             return
@@ -248,20 +260,19 @@ class Watch:
     def _answer(self) -> None:
         """In a thread of its own: answer ranks that ask where this one is; show the stack if it is stuck itself."""
         assert self._connect is not None
-        answered, shown = "", False
+        answered = 0
         try:
             store = self._connect()
             while True:
                 time.sleep(_ANSWER_S)
                 if not self._deferred or self._unhurried or not store.check([_ASKED]):
                     continue
-                question = store.get(_ASKED).decode()
-                if question == answered:
+                number = int(store.get(_ASKED))
+                if number == answered:
                     continue
-                answered, silent_s = question, time.monotonic() - self._since
-                store.set(f"cluster_ds/hang/{question}/{self.rank}", f"{self._ticks} {silent_s} {self._where}")
-                if not shown and not question.startswith(f"{self.rank}-") and silent_s >= self._hang_timeout_s / 2:
-                    shown = True
+                answered, silent_s = number, time.monotonic() - self._since
+                store.set(f"{_ASKED}/{self.rank}", f"{number} {self._ticks} {silent_s} {self._where}")
+                if silent_s >= self._hang_timeout_s / 2 and self._where.endswith(LOADING):
                     self._show_stack()
         except RuntimeError:  # the store has gone with rank 0
             return

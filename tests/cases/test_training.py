@@ -47,7 +47,7 @@ def write_recipe(folder: Path, *, epochs: int, every: int, tied: bool = True) ->
 
 
 def run(rank, world, jobs):
-    """Jobs one after the other: (recipe, overrides, output, output of which a checkpoint is the start, its step)."""
+    """Jobs one after the other: (recipe, overrides, output, output that is copied as it was after a step, step[, --resume])."""
     import torch.distributed as dist
 
     from cluster_ds.distributed import Ranks
@@ -56,13 +56,13 @@ def run(rank, world, jobs):
 
     ranks = Ranks(rank, world, rank, dist.distributed_c10d._get_default_store())
     out = []
-    for path, overrides, output, origin, step in jobs:
+    for path, overrides, output, origin, step, *resume in jobs:
         recipe, output = load_recipe(path, overrides), Path(output)
         if origin is not None:
             ranks.on_main(lambda o=Path(origin), n=output, s=step: as_it_was(o, n, s))
         try:
             prepared = prepare(recipe, output, ranks)
-            result = train(recipe, prepared, output, ranks)
+            result = train(recipe, prepared, output, ranks, *resume)
             out.append(ranks.on_main(lambda o=output, p=prepared, r=result: census(o, p.plan, r.num_steps)))
         except ValueError as error:
             out.append(str(error))
@@ -162,6 +162,7 @@ def logits_before_export(rank, world, folder, recipes):
     import torch.distributed as dist
 
     import cluster_ds.training as training
+    from cluster_ds.checkpoint import checkpoint_bytes
     from cluster_ds.distributed import Ranks
     from cluster_ds.prepare import prepare
 
@@ -174,6 +175,7 @@ def logits_before_export(rank, world, folder, recipes):
             model = engine.engine.module.eval()
             with torch.no_grad():
                 kept[name] = [model(torch.tensor([prompt]), use_cache=False).logits for prompt in PROMPTS]
+            kept[f"{name} bytes"] = checkpoint_bytes(engine)
             export(engine, *rest)
 
         training.export_model = spy
@@ -209,13 +211,18 @@ def test_X01_tied_embeddings_stay_tied(tmp_path):
             for prompt, logits in zip(PROMPTS, kept[name], strict=True):
                 assert torch.equal(model.eval()(torch.tensor([prompt]), use_cache=False).logits, logits)
         tensors[name] = model.state_dict()
+        files = (tmp_path / "runs" / name / "checkpoints" / "step-00000003").rglob("*.pt")
+        assert 0.9 < sum(f.stat().st_size for f in files) / kept[f"{name} bytes"] < 1.4  # names and random states on top
     for name in ("tied2", "tied3"):
         for key, value in tensors["tied0"].items():
             assert torch.allclose(tensors[name][key], value, atol=1e-6)
 
 
 def test_X03_resume_finds_nothing(tmp_path, capfd):
-    """(a) nothing there, (b) the newest cut by a byte, (c) all of them cut; (d) is among the bad inputs."""
+    """(a) nothing there, (b) the newest cut by a byte, (c) all of them cut; then back to an older one by its name.
+
+    (d), a name that is not there, is among the bad inputs.
+    """
     recipe = write_recipe(tmp_path, epochs=3, every=3)
     a, b, c = (str(tmp_path / "runs" / n) for n in "abc")
     assert run_on_ranks(run, 2, [(recipe, [], a, None, 0)])
@@ -237,3 +244,9 @@ def test_X03_resume_finds_nothing(tmp_path, capfd):
     assert all(torch.equal(weights(a)[n], w) for n, w in weights(b).items())
     assert results[1].startswith("no whole checkpoint to resume from; nothing was changed") and "step-00000003" in results[1]
     assert {p: p.stat().st_size for p in Path(c).rglob("*")} == before
+    first = weights(a)
+    assert run_on_ranks(run, 2, [(recipe, [], a, None, 0, "step-00000003")])
+    assert "resuming behind step 3" in capfd.readouterr().out
+    assert all(torch.equal(first[n], w) for n, w in weights(a).items())
+    names = {p.name for p in (Path(a) / "checkpoints").iterdir() if p.is_dir()}
+    assert names == {"step-00000003", "step-00000006", "step-00000009", "set-aside-step-00000006", "set-aside-step-00000009"}
