@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from .distributed import on_gpu
 from .ds_config import find_config, resolve_config
 from .embedded import PREFIX, require_embedded, require_embedded_data, resolve_data
-from .files import is_committed, read_json, size_text
+from .files import is_committed, read_json, require_space, size_text
 from .hub import download, files_of, offline
 from .models import download_model, model_folder
 from .recipe import ModelSection, Recipe, SourceSection
@@ -187,13 +186,7 @@ def _require_space(recipe: Recipe, model: Path | None, output_dir: Path) -> None
     per_parameter = {"fp32": 4, "bf16_autocast": 4, "bf16": 6, "pure_bf16": 2}[train.precision]  # with fp32 masters
     per_parameter += {"adamw": 4 if train.precision == "pure_bf16" else 8, "adafactor": 0}[train.optimizer]
     needed = number * (per_parameter + (4 if train.export_dtype == "float32" else 2))
-    at = next(p for p in (output_dir, *output_dir.parents) if p.exists())
-    free = shutil.disk_usage(at).free
-    if free < needed:
-        raise ValueError(
-            f"one checkpoint and the exported model take about {size_text(needed)}, {at} has {size_text(free)} free: choose "
-            "another --output_dir"
-        )
+    require_space(output_dir, needed, "one checkpoint and the exported model")
 
 
 def num_parameters(folder: Path) -> int:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, get_scheduler
@@ -30,7 +27,7 @@ from .checkpoint import (
 )
 from .distributed import Ranks, ensure_process_group
 from .ds_config import resolve_config, zero_stage
-from .engine import ClusterEngine, StepRecord, initialize, join_deepspeed
+from .engine import ClusterEngine, initialize, join_deepspeed
 from .files import is_committed, read_json, require_ours, require_space, write_text
 from .loader import ClusterLoader
 from .memory import is_out_of_memory, peak_memory
@@ -38,6 +35,7 @@ from .models import load_model, pad_token_id
 from .plan import Plan
 from .prepare import Prepared
 from .recipe import Recipe, TrainSection
+from .run_log import RunLog
 from .schedule import Schedule
 from .watch import LOADING, Stopped, Watch
 
@@ -46,7 +44,6 @@ _FREE_TO_CHANGE = {
     "micro_batch_size", "gradient_checkpointing", "num_workers", "checkpoint_every", "keep_checkpoints", "export_dtype",
     "hang_timeout_s", "max_nonfinite_steps",
 }
-_LOG_LINES = 20  # of a run whose output is not a terminal
 
 
 @dataclass(frozen=True)
@@ -104,37 +101,6 @@ def train(
     release(engine)  # the exported model is about to be loaded for evaluation
     ranks.print(f"[train] exported and reloaded {model_folder}")
     return TrainResult(model_folder, num_steps, time.perf_counter() - started, False)
-
-
-def census(output_dir: Path, plan: Plan, num_steps: int) -> list[str]:
-    """Count, from what every step recorded, how often each kept sample was trained on.
-
-    Returns:
-        one line an epoch.
-    Raises:
-        ValueError: if a kept sample was not seen exactly once in a finished epoch.
-    """
-    path = output_dir / "census.jsonl"
-    steps = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-    if [entry["step"] for entry in steps] != list(range(1, num_steps + 1)):
-        return [f"{path} does not hold each of {num_steps} steps once: it was changed after the run, so nothing is counted"]
-    lines = []
-    for epoch in sorted({entry["epoch"] for entry in steps}):
-        rows = np.array([row for entry in steps if entry["epoch"] == epoch for row in entry["rows"]], dtype=np.int64)
-        seen = np.bincount(rows, minlength=len(plan))
-        wrong = np.flatnonzero(seen != plan.kept)
-        if len(wrong):
-            raise ValueError(
-                f"census of epoch {epoch + 1}: {len(wrong)} samples were not seen as planned, the first is "
-                f"{plan.ids[wrong[0]]} ({seen[wrong[0]]} times)"
-            )
-        weight = sum(entry["weight_sum"] for entry in steps if entry["epoch"] == epoch)
-        shares = np.bincount(plan.cluster[rows], minlength=plan.num_clusters)
-        lines.append(
-            f"epoch {epoch + 1}: each of {len(rows)} kept samples once; per cluster {shares.tolist()}; weights sum to "
-            f"{weight:.3f} (plan {plan.weight[plan.kept].sum():.3f})"
-        )
-    return lines
 
 
 def make_optimizer(model: torch.nn.Module, train: TrainSection, on_gpu: bool) -> torch.optim.Optimizer:
@@ -251,7 +217,7 @@ def _loop(
     ranks: Ranks,
 ) -> None:  # collective
     schedule, first, watch = engine.schedule, loader.step, ranks.watch
-    log = _Log(output_dir, first, schedule) if ranks.is_main else None
+    log = RunLog(output_dir, first, schedule) if ranks.is_main else None
     bar = tqdm(total=schedule.num_steps, initial=first, desc="train", unit="step", disable=not ranks.is_main or None)
     step, started, waited, num_left_out = first, time.perf_counter(), 0.0, 0
     for batch, wait_s in _timed(loader, watch):
@@ -346,57 +312,3 @@ def _timed(loader: ClusterLoader, watch: Watch) -> Iterator[tuple[dict[str, Any]
         if batch is None:
             return
         yield batch, time.perf_counter() - asked
-
-
-class _Log:
-    """log.jsonl and census.jsonl of a run; entries of steps that a resumed run does again are dropped."""
-
-    def __init__(self, output_dir: Path, first: int, schedule: Schedule):
-        self.schedule = schedule
-        self.every = max(1, schedule.num_steps // _LOG_LINES)
-        self.files = {name: self._reopen(output_dir / f"{name}.jsonl", first) for name in ("log", "census")}
-
-    def write(
-        self, step: int, record: StepRecord, lr: float, grad_norm: float | None, seconds: float, data_wait_s: float
-    ) -> None:
-        epoch = step // self.schedule.steps_per_epoch
-        entry = {
-            "step": step + 1, "epoch": epoch, "loss": record.loss, "lr": lr, "grad_norm": grad_norm,
-            "tokens_per_s": record.num_tokens / seconds, "data_wait_s": data_wait_s, "seconds": seconds,
-            "weight_sum": record.weight_sum, "num_samples": record.num_samples, "num_tokens": record.num_tokens,
-            "num_supervised_tokens": record.num_supervised_tokens, "cluster_loss": record.cluster_loss,
-            "cluster_samples": record.cluster_samples,
-        }
-        self._append("log", entry)
-        self._append("census", {"step": step + 1, "epoch": epoch, "weight_sum": record.weight_sum, "rows": record.rows})
-        last = step + 1 == self.schedule.num_steps
-        if (step + 1) % self.every == 0 or last:
-            tqdm.write(
-                f"[train] step {step + 1}/{self.schedule.num_steps}  loss {record.loss:.4f}  lr {lr:.2e}  "
-                f"grad norm {grad_norm if grad_norm is not None else float('nan'):.3f}  {entry['tokens_per_s']:.0f} tokens/s"
-            )
-
-    def sync(self) -> None:
-        for file in self.files.values():
-            os.fsync(file.fileno())
-
-    def close(self) -> None:
-        for file in self.files.values():
-            file.close()
-
-    def _append(self, name: str, entry: dict[str, Any]) -> None:
-        self.files[name].write(json.dumps(entry) + "\n")
-        self.files[name].flush()
-
-    @staticmethod
-    def _reopen(path: Path, first: int) -> Any:
-        kept = []
-        for line in path.read_text().splitlines() if path.is_file() else []:
-            try:
-                entry = json.loads(line)
-            except json.JSONDecodeError:  # the line that a killed run was writing
-                continue
-            if entry["step"] <= first:
-                kept.append(line + "\n")
-        write_text(path, "".join(kept))
-        return path.open("a")

@@ -12,8 +12,9 @@ from cluster_ds.distributed import Ranks
 from cluster_ds.preflight import require_ready
 from cluster_ds.prepare import prepare
 from cluster_ds.recipe import Recipe
+from cluster_ds.run_log import census
 from cluster_ds.runs import dry_run, evaluate_held_out, held_out_tokens, launch, open_run, print_summary
-from cluster_ds.training import census, train
+from cluster_ds.training import train
 
 
 def run(recipe: Recipe, output_dir: Path, ranks: Ranks, args: argparse.Namespace) -> None:

@@ -129,14 +129,16 @@ def test_benchmark_data_and_the_sandbox_are_looked_for(tmp_path, monkeypatch):
 def test_a_disk_that_is_too_small_is_missing_as_well(tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM
 
+    import cluster_ds.files as files
     import cluster_ds.preflight as preflight
     from cluster_ds.embedded import resolve_model
     from cluster_ds.recipe import load_recipe
 
-    usage = preflight.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage._replace(free=10**6))
+    usage = files.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: usage._replace(free=10**6))
     recipe = load_recipe("tiny", [f"model.name_or_path={resolve_model('embedded:tiny')}"])
     problem = {item.name: item.problem for item in preflight.look(recipe, tmp_path / "run")}["disk space"]
     number = AutoModelForCausalLM.from_pretrained(resolve_model("embedded:tiny")).num_parameters()
     needed = number * (2 + 4 + 8 + 2)  # bf16, fp32 master and two moments in a checkpoint, bf16 in the export
-    assert f"one checkpoint and the exported model take about {needed / 1e6:.1f} MB" in problem and "1.0 MB free" in problem
+    assert f"one checkpoint and the exported model needs about {needed / 1e6:.1f} MB in" in problem
+    assert "1.0 MB are free there" in problem

@@ -52,7 +52,8 @@ def run(rank, world, jobs):
 
     from cluster_ds.distributed import Ranks
     from cluster_ds.prepare import prepare
-    from cluster_ds.training import census, train
+    from cluster_ds.run_log import census
+    from cluster_ds.training import train
 
     ranks = Ranks(rank, world, rank, dist.distributed_c10d._get_default_store())
     out = []
