@@ -61,8 +61,8 @@ def launch(parser: argparse.ArgumentParser, work: Callable[[Recipe, Path, Ranks,
                 f"{EXIT_STOPPED})", file=sys.stderr, flush=True,
             )  # fmt: skip
         sys.exit(EXIT_STOPPED)
-    except PeerError:  # that rank says why
-        sys.exit(2)
+    except PeerError as error:  # that rank says why
+        sys.exit(EXIT_STOPPED if "stopped by" in str(error) else 2)
     except ValueError as error:
         refuse(str(error))
     except (OSError, RuntimeError, SafetensorError) as error:
