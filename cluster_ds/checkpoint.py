@@ -76,12 +76,11 @@ def save_checkpoint(
 
 
 def checkpoint_bytes(engine: ClusterEngine) -> int:
-    """About what one checkpoint takes: weights, fp32 masters of bf16 weights, AdamW's two moments."""
+    """About what one checkpoint takes: weights, fp32 masters (ZeRO has them of fp32 weights too), AdamW's two moments."""
     optimizer = engine.engine.basic_optimizer
-    has_masters = optimizer is not engine.engine.optimizer
+    master = 0 if optimizer is engine.engine.optimizer else 4  # a bare optimizer works on the weights themselves
     total = 0
     for number, size in _sizes(engine):
-        master = 4 if size == 2 and has_masters else 0
         moments = 2 * (master or size) if isinstance(optimizer, torch.optim.AdamW) else 0
         total += number * (size + master + moments)
     return total

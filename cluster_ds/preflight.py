@@ -13,7 +13,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from .distributed import on_gpu
-from .ds_config import find_config, resolve_config
+from .ds_config import find_config, resolve_config, zero_stage
 from .embedded import PREFIX, require_embedded, require_embedded_data, resolve_data
 from .files import is_committed, read_json, require_space, size_text
 from .hub import download, files_of, offline
@@ -98,7 +98,7 @@ def _items(recipe: Recipe, output_dir: Path, world_size: int, local_only: bool) 
         items.append(_item("sandbox for generated code", _require_sandbox))
     model = next((i.folder for i in items if i.name.endswith(recipe.model.name_or_path)), None)
     if not is_committed(output_dir / "model"):  # else there is nothing left to write, or the run itself will refuse
-        items.append(_item("disk space", lambda: _require_space(recipe, model, output_dir)))
+        items.append(_item("disk space", lambda: _require_space(recipe, model, output_dir, world_size)))
     return items
 
 
@@ -179,12 +179,14 @@ def _require_sandbox() -> None:
         raise ValueError(f"unprivileged user namespaces are switched off ({done.stderr.strip()}): have them switched on")
 
 
-def _require_space(recipe: Recipe, model: Path | None, output_dir: Path) -> None:
+def _require_space(recipe: Recipe, model: Path | None, output_dir: Path, world_size: int) -> None:
     """One checkpoint and the exported model must fit; that old checkpoints are kept comes on top."""
     number = num_parameters(model) if model is not None else 0
     train = recipe.train
-    per_parameter = {"fp32": 4, "bf16_autocast": 4, "bf16": 6, "pure_bf16": 2}[train.precision]  # with fp32 masters
-    per_parameter += {"adamw": 4 if train.precision == "pure_bf16" else 8, "adafactor": 0}[train.optimizer]
+    stage = zero_stage(resolve_config(recipe.deepspeed.config, train, world_size))
+    weight = 2 if train.precision in ("bf16", "pure_bf16") else 4
+    master = 4 if stage > 0 or train.precision == "bf16" else 0  # see checkpoint.checkpoint_bytes
+    per_parameter = weight + master + (2 * (master or weight) if train.optimizer == "adamw" else 0)
     needed = number * (per_parameter + (4 if train.export_dtype == "float32" else 2))
     require_space(output_dir, needed, "one checkpoint and the exported model")
 

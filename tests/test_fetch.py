@@ -82,7 +82,7 @@ def test_a_copy_runs_without_the_hub(fetched, tmp_path):
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "data/train-1.jsonl", "data/test.jsonl"])
+@pytest.mark.parametrize("name", ["model.safetensors", "data/test.jsonl"])
 def test_a_missing_file_is_named(fetched, tmp_path, name):
     shutil.copytree(fetched / "home", tmp_path / "home", symlinks=True)
     (path,) = (tmp_path / "home" / "hub").glob(f"*/snapshots/{COMMIT}/{name}")

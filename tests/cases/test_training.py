@@ -213,7 +213,7 @@ def test_X01_tied_embeddings_stay_tied(tmp_path):
                 assert torch.equal(model.eval()(torch.tensor([prompt]), use_cache=False).logits, logits)
         tensors[name] = model.state_dict()
         files = (tmp_path / "runs" / name / "checkpoints" / "step-00000003").rglob("*.pt")
-        assert 0.9 < sum(f.stat().st_size for f in files) / kept[f"{name} bytes"] < 1.4  # names and random states on top
+        assert 0.9 < sum(f.stat().st_size for f in files) / kept[f"{name} bytes"] < 1.25  # names and random states on top
     for name in ("tied2", "tied3"):
         for key, value in tensors["tied0"].items():
             assert torch.allclose(tensors[name][key], value, atol=1e-6)
