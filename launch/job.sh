@@ -13,7 +13,9 @@ cds_train() {
     [ -z "${NUM_CPU_RANKS:-}" ] || options+=(--num_gpus "$NUM_CPU_RANKS")
     [ -z "${MASTER_PORT:-}" ] || options+=(--master_port "$MASTER_PORT") # else the ranks take a free one
     # The launcher would kill its ranks; rank 0, maybe on another node, looks for this file instead.
-    cds_stop_file="$(mktemp -u "$PWD/.cluster_ds_stop.XXXXXX")"
+    cds_stop_file="$PWD"
+    [ -w "$cds_stop_file" ] || cds_stop_file="${TMPDIR:-/tmp}" # else nothing could stop the job; seen by this node alone
+    cds_stop_file="$(mktemp -u "$cds_stop_file/.cluster_ds_stop.XXXXXX")"
     export CLUSTER_DS_JOB_PID=$$ # ranks on this node leave when this script has gone
     trap ': >> "$cds_stop_file"' TERM USR1 HUP
     trap '[ ! -e "$cds_stop_file" ] || echo now >> "$cds_stop_file"; : >> "$cds_stop_file"' INT
