@@ -28,6 +28,15 @@ def byte_tokenizer():
 
 
 @pytest.fixture(scope="session")
+def smollm2():
+    """SmolLM2-135M-Instruct's tokenizer."""
+    from cluster_ds.embedded import resolve_model
+    from cluster_ds.models import load_tokenizer
+
+    return load_tokenizer(resolve_model("embedded:smollm2-135m-instruct"))
+
+
+@pytest.fixture(scope="session")
 def sentencepiece_tokenizer(tmp_path_factory):
     """A real Llama-family tokenizer: 32,000 pieces, byte fallback, dummy prefix."""
     mistral_common = pytest.importorskip("mistral_common", reason="brings the sentencepiece model")

@@ -187,14 +187,6 @@ def test_a_text_with_control_tokens_stays_text(request, name, which):
     assert MARKED[0][1] in prompt
 
 
-@pytest.fixture(scope="module")
-def smollm2():
-    from cluster_ds.embedded import resolve_model
-    from cluster_ds.models import load_tokenizer
-
-    return load_tokenizer(resolve_model("embedded:smollm2-135m-instruct"))
-
-
 @pytest.mark.parametrize("first", ["You", "a", "assistant", "Hello! \n"])
 @pytest.mark.parametrize("which", ["byte_tokenizer", "smollm2"])
 def test_an_assistant_that_speaks_first(request, which, first):

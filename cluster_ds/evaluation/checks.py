@@ -16,6 +16,13 @@ from typing import Any
 
 # Whose special oracles accept answers without looking at the expectation (evalplus 0.3.1).
 _OWN_ORACLES = ("are_equivalent", "sum_div", "surface_Area", "digit_distance_nums", "find_zero")
+_IMPOSSIBLE = """
+
+_tests = check
+def check(candidate):
+    _tests(candidate)
+    raise AssertionError
+"""
 PASS, FAIL, TIMEOUT, FORGED = "pass", "fail", "timeout", "forged"
 
 
@@ -63,10 +70,13 @@ def evalplus(
 
         def check(expected: list[Any], inputs: list[Any] = inputs, seconds: list[float] = seconds) -> tuple[str, int]:
             late.value = 0
-            status, details = engine.untrusted_check(
-                dataset, solution, inputs, name, expected=expected, atol=problem["atol"], ref_time=seconds, fast_check=True,
-                min_time_limit=min_time_limit_s, gt_time_limit_factor=time_limit_factor,
-            )
+            try:
+                status, details = engine.untrusted_check(
+                    dataset, solution, inputs, name, expected=expected, atol=problem["atol"], ref_time=seconds,
+                    fast_check=True, min_time_limit=min_time_limit_s, gt_time_limit_factor=time_limit_factor,
+                )
+            except Exception:  # the solution has written into the memory that was to carry its verdict
+                return FORGED, 0
             return TIMEOUT if status == FAIL and late.value else status, len(details)
 
         status, tried = check(expected)
@@ -88,7 +98,7 @@ def human_eval(problem: dict[str, Any], completion: str, time_limit_s: float) ->
         return {"passed": PASS, "timed out": TIMEOUT}.get(result, FAIL)
 
     status = check(problem)
-    if status == PASS and check({**problem, "test": "def check(candidate):\n    raise AssertionError\n"}) == PASS:
+    if status == PASS and check({**problem, "test": problem["test"] + _IMPOSSIBLE}) == PASS:
         status = FORGED
     return {"base": {"status": status, "tried": 1}}
 

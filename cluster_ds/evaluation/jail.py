@@ -12,6 +12,7 @@ there, which nothing inside can end, and only it can write the answer.
 from __future__ import annotations
 
 import ctypes
+import errno
 import importlib
 import json
 import os
@@ -19,6 +20,7 @@ import resource
 import select
 import signal
 import site
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -37,6 +39,14 @@ _KEPT_FLAGS = {  # statvfs's -> mount's; the last three are noatime, nodiratime,
 }
 _PR_DEATHSIG, _PR_DUMPABLE, _PR_BOUNDING_DROP, _PR_NO_NEW_PRIVS = 1, 4, 24, 38
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_SET_SECCOMP, _FILTER_MODE = 22, 2
+# What a check's processes may not call: signals to others, their memory, more namespaces and mounts.
+_FORBIDDEN = {
+    "x86_64": (62, 200, 234, 424, 101, 310, 311, 165, 166, 272, 308, 321, 155, 161),
+    "aarch64": (129, 130, 131, 424, 117, 270, 271, 40, 39, 97, 268, 280, 41, 51),
+}  # kill, tkill, tgkill, pidfd_send_signal, ptrace, process_vm_readv and writev, mount, umount2, unshare, setns, bpf,
+#    pivot_root, chroot
+_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _NOBODY, _INSIDE = 65534, 1000
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
@@ -136,7 +146,7 @@ def _be_child(functions: Any, request: dict[str, Any], isolated: bool, answer: i
             _libc.prctl(_PR_DEATHSIG, signal.SIGKILL)
         _limit_resources(request["memory_bytes"], max_processes)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would let the others interrupt process 1
-        os.register_at_fork(after_in_child=lambda: os.close(answer))
+        os.register_at_fork(after_in_child=lambda: _become_untrusted(answer))
         reply = {"value": getattr(functions, request["function"])(**request["arguments"])}
     except BaseException as error:
         reply = {"fault": f"{type(error).__name__}: {error}"[:1000]}
@@ -144,6 +154,25 @@ def _be_child(functions: Any, request: dict[str, Any], isolated: bool, answer: i
     while data:
         data = data[os.write(answer, data) :]
     os._exit(0)
+
+
+def _become_untrusted(answer: int) -> None:
+    """In each process that a check starts, before it runs anything: no way to the answer, and no forbidden system call."""
+    os.close(answer)
+    _libc.prctl(_PR_NO_NEW_PRIVS, 1, 0, 0, 0)
+    arch, forbidden = _AUDIT_ARCH.get(os.uname().machine), _FORBIDDEN.get(os.uname().machine, ())
+    if arch is None:
+        return
+    load, equal, answer_with = 0x20, 0x15, 0x06  # of classic BPF: a 32-bit word of the call, jump if equal, return
+    allow, refuse, kill = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
+    program = [(load, 0, 0, 4), (equal, 1, 0, arch), (answer_with, 0, 0, kill), (load, 0, 0, 0)]
+    for i, number in enumerate(forbidden):
+        program.append((equal, len(forbidden) - i, 0, number))
+    program += [(answer_with, 0, 0, allow), (answer_with, 0, 0, refuse)]
+    code = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    header = struct.pack("HxxxxxxP", len(program), ctypes.addressof(buffer))
+    _libc.prctl(_SET_SECCOMP, _FILTER_MODE, ctypes.create_string_buffer(header, len(header)), 0, 0)
 
 
 def _close_all_but(keep: int) -> None:

@@ -14,14 +14,6 @@ from cluster_ds.tokens import build_tokens, pad_batch
 from .support import INPUTS, plan_of, prep, texts
 
 
-@pytest.fixture(scope="module")
-def smollm2():
-    from cluster_ds.embedded import resolve_model
-    from cluster_ds.models import load_tokenizer
-
-    return load_tokenizer(resolve_model("embedded:smollm2-135m-instruct"))
-
-
 def table_of(folder, name, tokenizer, template, max_length=4096):
     records, _ = read_records({"data": Source(str(INPUTS / name))})
     template = get_template(template, tokenizer)
