@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
 from .distributed import on_gpu
 from .ds_config import find_config, resolve_config, zero_stage
 from .embedded import PREFIX, require_embedded, require_embedded_data, resolve_data
+from .evaluation.medical import hub_sources
+from .evaluation.problems import (
+    EVALPLUS,
+    Benchmark,
+    evalplus_cache,
+    find_problems,
+    human_eval_file,
+    missing_problems,
+)
+from .evaluation.sandbox import require_sandbox
 from .files import is_committed, read_json, require_space, size_text
-from .hub import download, files_of, offline
+from .hub import files_of, offline
 from .models import download_model, model_folder
 from .recipe import ModelSection, Recipe, SourceSection
-from .sources import find_files, hub_patterns, is_local
-
-# benchmark -> EvalPlus's name for its data, and the variable that names another copy; versions are evalplus 0.3.1's
-_EVALPLUS = {
-    "humaneval": ("HumanEvalPlus-v0.1.10.jsonl", "HUMANEVAL_OVERRIDE_PATH"),
-    "mbpp": ("MbppPlus-v0.2.0.jsonl", "MBPP_OVERRIDE_PATH"),
-}
-_MEDICAL = ("GBaker/MedQA-USMLE-4-options-hf", "openlifescienceai/medmcqa", "qiaojin/PubMedQA", "cais/mmlu")
+from .sources import find_files, is_local
 
 
 @dataclass(frozen=True)
@@ -60,10 +64,15 @@ def require_ready(recipe: Recipe, output_dir: Path, world_size: int, training: b
     """
     find_config(recipe.deepspeed.config)  # a misspelt one is no GPU recipe
     require_device(recipe)
+    missing_for(recipe, output_dir, world_size, training)
+
+
+def missing_for(recipe: Recipe, output_dir: Path, world_size: int, training: bool = True) -> None:
+    """The part of `require_ready` that a login node can answer for."""
     missing = [item for item in look(recipe, output_dir, world_size) if item.problem]
     missing = [item for item in missing if offline() or not item.name.startswith(_FROM_HUB)]
     if not training:
-        missing = [item for item in missing if item.name.startswith(_FOR_PLAN)]
+        missing = [item for item in missing if item.name.startswith(NEEDED_BY_PLAN)]
     if missing:
         raise ValueError(f"recipe {recipe.name} cannot run here:\n  " + "\n  ".join(item.line() for item in missing))
 
@@ -78,7 +87,7 @@ def require_device(recipe: Recipe) -> None:
         )
 
 
-_FOR_PLAN = ("model ", "hub model ", "data ", "hub data set data ")
+NEEDED_BY_PLAN = ("model ", "hub model ", "data ", "hub data set data ")
 _FROM_HUB = ("hub model ", "hub data set ", "benchmark data ")
 
 
@@ -94,8 +103,10 @@ def _items(recipe: Recipe, output_dir: Path, world_size: int, local_only: bool) 
         items.append(_data("held-out data", recipe.held_out_source, local_only))
     for benchmark in recipe.evaluate.benchmarks:
         items += _benchmark(benchmark, local_only)
-    if set(recipe.evaluate.benchmarks) & set(_EVALPLUS):
-        items.append(_item("sandbox for generated code", _require_sandbox))
+    if recipe.evaluate.benchmarks:
+        items.append(_item("packages of the evaluation", _require_packages))
+    if set(recipe.evaluate.benchmarks) & set(EVALPLUS):
+        items.append(_item("sandbox for generated code", require_sandbox))
     model = next((i.folder for i in items if i.name.endswith(recipe.model.name_or_path)), None)
     if not is_committed(output_dir / "model"):  # else there is nothing left to write, or the run itself will refuse
         items.append(_item("disk space", lambda: _require_space(recipe, model, output_dir, world_size)))
@@ -129,54 +140,54 @@ def _data(label: str, source: SourceSection, local_only: bool) -> Item:
         return _item(f"{label} {path}", lambda: _checked(lambda: make(path)))
     kind = label if is_local(path) else f"hub data set {label}"
 
-    def get() -> Path:
-        files, _ = find_files(
-            path, revision=source.revision, split=source.split, subset=source.subset, local_only=local_only
-        )
-        name, file = files[0]
-        return file.parents[len(Path(name).parts) - 1]
-
-    return _item(f"{kind} {path}", get)
+    return _item(
+        f"{kind} {path}",
+        partial(
+            _data_folder, path, revision=source.revision, split=source.split, subset=source.subset, local_only=local_only
+        ),
+    )
 
 
-def _benchmark(name: str, local_only: bool) -> list[Item]:
+def _data_folder(path: str, **which: Any) -> Path:
+    files, _ = find_files(path, **which)
+    name, file = files[0]
+    return file.parents[len(Path(name).parts) - 1]
+
+
+def _benchmark(name: Benchmark | Literal["medqa"], local_only: bool) -> list[Item]:
     if name == "medqa":
-        get_data = partial(download, "dataset")
         return [
-            _item(f"benchmark data {repo}", partial(get_data, repo, None, hub_patterns(), local_only=local_only))
-            for repo in _MEDICAL
+            _item(
+                f"benchmark data {repo}" + (f" ({subset})" if subset else ""),
+                partial(_data_folder, repo, split=split, subset=subset, local_only=local_only),
+            )
+            for repo, subset, split in hub_sources()
         ]
-    file, variable = _EVALPLUS[name]
 
     def get() -> Path:
-        given = os.environ.get(variable)
-        path = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "evalplus", file)
-        if not path.is_file() and not given and not local_only:
+        if not local_only and not os.environ.get(EVALPLUS[name][1]) and not evalplus_cache(name).is_file():
             _fetch_evalplus(name)
-        if not path.is_file():
-            raise ValueError(f"{path} is not there: fetch it where the network can be reached, or set {variable} to a copy")
+        path = find_problems(name)
+        if path is None or not path.is_file():
+            raise ValueError(f"{path} is not there" if path is not None else missing_problems(name))
         return path.parent
 
-    return [_item(f"benchmark data {file}", get)]
+    base_only = local_only and find_problems(name) == human_eval_file() is not None
+    return [_item(f"benchmark data {'HumanEval, base tests alone' if base_only else EVALPLUS[name][0]}", get)]
 
 
-def _fetch_evalplus(name: str) -> None:
+def _fetch_evalplus(name: Benchmark) -> None:
     try:
         from evalplus.data import get_human_eval_plus, get_mbpp_plus
     except ImportError:
-        raise ValueError("its data are fetched by the package evalplus: pip install evalplus==0.3.1") from None
+        raise ValueError("its data are fetched by the package evalplus: bash launch/setup.sh --eval") from None
     (get_human_eval_plus if name == "humaneval" else get_mbpp_plus)()
 
 
-def _require_sandbox() -> None:
-    """Generated code is run without network and without our files: unprivileged namespaces are needed."""
-    command = ["unshare", "--user", "--map-root-user", "--net", "--mount", "true"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    except FileNotFoundError:
-        raise ValueError("the command unshare (util-linux) is not installed") from None
-    if done.returncode:
-        raise ValueError(f"unprivileged user namespaces are switched off ({done.stderr.strip()}): have them switched on")
+def _require_packages() -> None:
+    missing = [name for name in ("evalplus", "human_eval", "lm_eval", "tree_sitter_python") if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} not installed: bash launch/setup.sh --eval")
 
 
 def _require_space(recipe: Recipe, model: Path | None, output_dir: Path, world_size: int) -> None:

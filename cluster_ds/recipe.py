@@ -145,6 +145,13 @@ class DeepSpeedSection(Section):
     config: str = "zero2"  # a name from ds_configs/ or the path of a JSON file
 
 
+class HardwareSection(Section):
+    """What the recipe is written for; another number of ranks is a note, since the global batches stay the same."""
+
+    ranks: int = Field(1, ge=1)  # GPUs, or processes of a recipe for the CPU
+    gpu_memory_gb: float = Field(80.0, gt=0)  # of each; 1 GB is 1e9 bytes
+
+
 class EvaluateSection(Section):
     """What is measured before and after training; benchmarks are run by eval/, never by training."""
 
@@ -164,6 +171,7 @@ class Recipe(Section):
     selection: SelectionSection = SelectionSection()
     train: TrainSection
     deepspeed: DeepSpeedSection = DeepSpeedSection()
+    hardware: HardwareSection = HardwareSection()
     evaluate: EvaluateSection = EvaluateSection()
 
     @property

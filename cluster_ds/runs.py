@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import fcntl
+import json
 import os
 import socket
 import sys
@@ -18,13 +19,12 @@ from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
 from .distributed import PeerError, Ranks, is_peer_gone, ranks_of_job
+from .dry_run import duration, prediction_of, training_seconds
 from .files import is_disk_full, read_json, write_json
 from .models import load_model, load_tokenizer, model_hash, pad_token_id
-from .preflight import look
 from .prepare import Prepared, cache_dir, extraction_dtype, prepare_tokens
 from .proxy import held_out_loss
 from .recipe import Recipe, add_recipe_arguments, recipe_from_args
-from .schedule import accumulation_steps
 from .tokens import TokenTable
 from .training import TrainResult
 from .watch import EXIT_STOPPED, STOP_FILE, Stopped
@@ -81,22 +81,6 @@ def launch(parser: argparse.ArgumentParser, work: Callable[[Recipe, Path, Ranks,
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             refuse(f"{error}: see to the permission, or choose another --output_dir or data.cache_dir")
         refuse(str(error))
-
-
-def dry_run(recipe: Recipe, output_dir: Path, ranks: Ranks, world_size: int) -> None:
-    """Print the batch arithmetic of `world_size` ranks and what the run would need; no GPU, weights or data are touched."""
-    t = recipe.train
-    if not ranks.is_main:
-        return
-    steps = accumulation_steps(t.global_batch_size, t.micro_batch_size, world_size)
-    print(
-        f"[dry run] recipe {recipe.name}: {world_size} ranks x {t.micro_batch_size} samples x {steps} micro-batches = "
-        f"{t.global_batch_size} a step, {t.epochs} epochs; {recipe.deepspeed.config}, {t.precision}, {t.optimizer}"
-    )
-    items = look(recipe, output_dir, world_size)
-    print(*(f"[dry run] {item.line()}" for item in items), sep="\n")
-    missing = sum(item.problem is not None for item in items)
-    print(f"[dry run] {missing} of {len(items)} items are missing" if missing else "[dry run] everything is here")
 
 
 def open_run(recipe: Recipe, output_dir: Path, ranks: Ranks) -> None:  # collective
@@ -186,6 +170,14 @@ def print_summary(
         "total_seconds": seconds, "held_out_before": before, "held_out_after": after, "model": str(result.model),
         "plan_hash": prepared.plan.hash,
     }
+    probe = prediction_of(output_dir, ranks.world_size, recipe)
+    log = output_dir / "log.jsonl"
+    if probe is not None and log.is_file():
+        measured = sum(json.loads(line)["seconds"] for line in log.read_text().splitlines())
+        summary["prediction"] = {
+            "steps_predicted": training_seconds(prepared.plan, recipe, probe), "steps_measured": measured,
+            "extraction_predicted": probe["selection_seconds"], "extraction_measured": prepared.seconds["proxies"],
+        }
     if not result.reused or not (output_dir / "summary.json").is_file():
         write_json(output_dir / "summary.json", summary)
     table = Table(title=f"{recipe.name}: summary", show_header=False)
@@ -195,6 +187,12 @@ def print_summary(
     table.add_row("weights", ", ".join(f"{w:.3f}" for w in m["weights"]))
     table.add_row("seconds", ", ".join(f"{k} {v:.0f}" if v else f"{k} reused" for k, v in stages.items()))
     table.add_row("seconds in all", f"{seconds:.0f}")
+    if "prediction" in summary:
+        told = summary["prediction"]
+        for what in ("steps", "extraction"):
+            predicted, measured = told[f"{what}_predicted"], told[f"{what}_measured"]
+            ratio = f" ({predicted / measured:.2f} x)" if measured else ", reused"
+            table.add_row(f"{what}, predicted", f"{duration(predicted)}; measured {duration(measured)}{ratio}")
     if before and after:
         first, last = before["sample_mean"], after["sample_mean"]
         table.add_row("held-out loss", f"{first:.4f} before, {last:.4f} after ({last - first:+.4f})")

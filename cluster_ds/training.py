@@ -87,7 +87,7 @@ def train(
     started = time.perf_counter()
     dtype = getattr(torch, recipe.train.export_dtype)
     with peak_memory("training", ranks), _explained(recipe.train):
-        engine, loader = _build(recipe, prepared, config, ranks)
+        engine, loader = build_training(recipe, prepared, config, ranks)
         if step < num_steps:
             needed = checkpoint_bytes(engine) + export_bytes(engine, dtype)
             ranks.on_main(lambda: require_space(output_dir, needed, "one checkpoint and the exported model"))
@@ -175,9 +175,10 @@ def _resume_step(
     return found.step
 
 
-def _build(
+def build_training(
     recipe: Recipe, prepared: Prepared, config: dict[str, Any], ranks: Ranks
 ) -> tuple[ClusterEngine, ClusterLoader]:  # collective
+    """The engine and the loader of a recipe, at step 0."""
     t = recipe.train
     join_deepspeed()
     torch.manual_seed(t.seed)
@@ -256,6 +257,14 @@ def _loop(
     bar.close()
     if log is not None:
         log.close()
+
+
+def run_step(engine: ClusterEngine, batches: Iterator[dict[str, Any]]) -> None:  # collective
+    """One optimizer step on the next micro-batches."""
+    while True:
+        engine.backward(engine(next(batches)))
+        if engine.step():
+            return
 
 
 def _judge_step(train: TrainSection, engine: ClusterEngine, step: int, num_left_out: int, ranks: Ranks) -> None:

@@ -1,37 +1,144 @@
+# shellcheck shell=bash
 # Sourced by recipes/*.sh after they have found the checkout: what every job needs.
 #
-#   cds_train RECIPE [ARGUMENTS ...]   start launch/train.py on this node's GPUs, or on $NUM_CPU_RANKS CPU ranks
+#   cds_train RECIPE [ARGUMENTS ...]      check, then start launch/train.py on the visible GPUs, or on $NUM_CPU_RANKS CPU ranks
+#   cds_evaluate RECIPE [ARGUMENTS ...]   the recipe's benchmarks on the model that cds_train has left
+#
+# With --dry_run among the arguments cds_train says what the job would do and need, on this machine, and nothing runs.
+#
+# Under SLURM the devices are the scheduler's. With more than one node (#SBATCH --nodes) a hostfile is made from the
+# allocation and srun starts one launcher a node; every rank then has a log of its own in logs/JOB/.
 #
 # SIGTERM or SIGUSR1 to the job script, and Ctrl-C, let the ranks finish their step and write a checkpoint; cds_train then
-# returns 75, "try again": the same command continues. A second Ctrl-C leaves at once.
+# returns 75, "try again": the same command continues. After SIGUSR1, which `#SBATCH --signal=B:USR1@300` sends before the
+# time is up, a SLURM job puts itself into the queue again. A second Ctrl-C leaves at once.
+
+export CLUSTER_DS_HOME
+. "$CLUSTER_DS_HOME/launch/setup.sh"
+
+# Time-outs between ranks and nodes, unless the user has set others.
+export DEEPSPEED_TIMEOUT="${DEEPSPEED_TIMEOUT:-30}" # minutes
+export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}" NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
+
+# GPUs of this node that the job may use: the scheduler's choice, else what the driver shows; 0 without any.
+_cds_devices() {
+    if [ -n "${NUM_CPU_RANKS:-}" ]; then
+        echo "$NUM_CPU_RANKS"
+    elif [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
+        tr ',' '\n' <<< "$CUDA_VISIBLE_DEVICES" | grep -c .
+    elif [ -n "${SLURM_GPUS_ON_NODE:-}" ]; then
+        echo "$SLURM_GPUS_ON_NODE"
+    else
+        nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
+    fi
+}
+
+# The launcher's command in the array `launcher`; on several nodes through srun, which needs no ssh between them.
+_cds_launcher() {
+    local devices="$1" nodes="${SLURM_JOB_NUM_NODES:-1}" port="${MASTER_PORT:-}" deepspeed first
+    deepspeed="$(command -v deepspeed || true)"
+    [ -z "$port" ] && [ -n "${SLURM_JOB_ID:-}" ] && port=$((20000 + SLURM_JOB_ID % 20000)) # the same on every node
+    launcher=("$PYTHON" -m deepspeed.launcher.runner)
+    [ -z "$deepspeed" ] || launcher=("$deepspeed")
+    if [ "$nodes" -gt 1 ]; then
+        cds_logs="$PWD/logs/$SLURM_JOB_ID"
+        mkdir -p "$cds_logs"
+        scontrol show hostnames "$SLURM_JOB_NODELIST" | sed "s/$/ slots=$devices/" > "$cds_logs/hostfile"
+        first="$(head -n 1 "$cds_logs/hostfile" | cut -d ' ' -f 1)"
+        # Only the first node runs this script, whose end its ranks watch for.
+        # shellcheck disable=SC2016 # the node's own shell expands it
+        launcher=(srun --nodes "$nodes" --ntasks "$nodes" --ntasks-per-node 1 --kill-on-bad-exit=1
+            ${SLURM_CPUS_PER_TASK:+--cpus-per-task "$SLURM_CPUS_PER_TASK"} bash -c
+            '[ "$SLURM_NODEID" = 0 ] || unset CLUSTER_DS_JOB_PID; ds="$1"; shift; exec "$ds" --node_rank "$SLURM_NODEID" "$@"' -)
+        launcher+=("${deepspeed:?deepspeed is not in PATH}" --no_ssh --hostfile "$cds_logs/hostfile"
+            --master_addr "${MASTER_ADDR:-$first}" --enable_each_rank_log "$cds_logs")
+    elif [ -n "${NUM_CPU_RANKS:-}" ]; then
+        launcher+=(--num_gpus "$NUM_CPU_RANKS") # else DeepSpeed would start one rank per NUMA node
+    fi
+    [ -z "$port" ] || launcher+=(--master_port "$port") # else the ranks take a free one
+}
+
+# Rank 0's log on several nodes, copied to the job's as it grows.
+_cds_follow() {
+    local runner="$1" file=""
+    while [ -z "$file" ] && kill -0 "$runner" 2>/dev/null; do
+        sleep 1
+        file="$(find "$cds_logs" -name '*_rank0.log' -newer "$cds_logs/hostfile" | sort | tail -n 1)"
+    done
+    [ -z "$file" ] || exec tail -n +1 -f --pid="$runner" "$file"
+}
 
 cds_train() {
-    local recipe="$1" code=0 runner
+    local recipe="$1" code=0 runner devices follower="" argument
+    local -a launcher=() told=()
     shift
-    local -a options=()
-    # Without GPUs DeepSpeed would start one rank per NUMA node; with GPUs it takes the visible ones.
-    [ -z "${NUM_CPU_RANKS:-}" ] || options+=(--num_gpus "$NUM_CPU_RANKS")
-    [ -z "${MASTER_PORT:-}" ] || options+=(--master_port "$MASTER_PORT") # else the ranks take a free one
+    devices="$(_cds_devices)"
+    [ "$devices" -eq 0 ] || told=(--ranks $((devices * ${SLURM_JOB_NUM_NODES:-1})))
+    cds_dry_run=""
+    for argument in "$@"; do
+        [ "$argument" != --dry_run ] || cds_dry_run=1
+    done
+    if [ -n "$cds_dry_run" ]; then
+        "$PYTHON" "$CLUSTER_DS_HOME/launch/train.py" --recipe "$recipe" "${told[@]}" "$@"
+        return
+    fi
+    _cds_options "$@"
+    "$PYTHON" "$CLUSTER_DS_HOME/launch/recipe.py" check "$recipe" --before_job "${told[@]}" "${cds_options[@]}" || return
+    _cds_launcher "$devices"
+
     # The launcher would kill its ranks; rank 0, maybe on another node, looks for this file instead.
     cds_stop_file="$PWD"
     [ -w "$cds_stop_file" ] || cds_stop_file="${TMPDIR:-/tmp}" # else nothing could stop the job; seen by this node alone
     cds_stop_file="$(mktemp -u "$cds_stop_file/.cluster_ds_stop.XXXXXX")"
     export CLUSTER_DS_JOB_PID=$$ # ranks on this node leave when this script has gone
-    trap ': >> "$cds_stop_file"' TERM USR1 HUP
+    cds_requeue=""
+    trap ': >> "$cds_stop_file"' TERM HUP
+    trap 'cds_requeue=1; : >> "$cds_stop_file"' USR1
     trap '[ ! -e "$cds_stop_file" ] || echo now >> "$cds_stop_file"; : >> "$cds_stop_file"' INT
     set -m # a process group of its own, so that Ctrl-C reaches this script alone
-    "$PYTHON" -m deepspeed.launcher.runner "${options[@]}" "$CLUSTER_DS_HOME/launch/train.py" \
-        --recipe "$recipe" --stop_file "$cds_stop_file" "$@" &
+    "${launcher[@]}" "$CLUSTER_DS_HOME/launch/train.py" --recipe "$recipe" --stop_file "$cds_stop_file" "$@" &
     runner=$!
     set +m
+    if [ "${SLURM_JOB_NUM_NODES:-1}" -gt 1 ]; then
+        _cds_follow "$runner" &
+        follower=$!
+    fi
     while :; do # a trapped signal ends `wait`, not the job
         code=0
         wait "$runner" || code=$?
         kill -0 "$runner" 2>/dev/null || break
     done
+    [ -z "$follower" ] || wait "$follower" || true
     trap - TERM USR1 INT HUP
     # Rank 0 has answered; the launcher's own code may be another one.
     ! grep -qx stopped "$cds_stop_file" 2>/dev/null || code=75
     rm -f "$cds_stop_file"
+    if [ "$code" -eq 75 ] && [ -n "$cds_requeue" ] && [ -n "${SLURM_JOB_ID:-}" ]; then
+        echo "job $SLURM_JOB_ID goes into the queue again and will continue from the checkpoint"
+        scontrol requeue "$SLURM_JOB_ID" || echo "scontrol could not requeue it: submit it again" >&2
+    fi
     return "$code"
+}
+
+cds_evaluate() {
+    local recipe="$1"
+    shift
+    [ -z "${cds_dry_run:-}" ] || return 0
+    _cds_options "$@"
+    "$PYTHON" "$CLUSTER_DS_HOME/eval/run.py" --recipe "$recipe" "${cds_options[@]}"
+}
+
+# Those of a job's arguments that say what and where the run is, in the array `cds_options`.
+_cds_options() {
+    cds_options=()
+    while [ "$#" -gt 0 ]; do
+        case "$1" in
+            --set | --output_dir | --deepspeed_config)
+                cds_options+=("$1" "${2-}")
+                [ "$#" -eq 1 ] || shift
+                ;;
+            --set=* | --output_dir=* | --deepspeed_config=*) cds_options+=("$1") ;;
+        esac
+        shift
+    done
 }

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # `. launch/setup.sh && cds_setup [--dev] [--eval] [--quickstart]` leaves a Python that can run cluster_ds in $PYTHON and first
 # in PATH; `bash launch/setup.sh [--dev] [--eval] [--quickstart]` only installs.
 #

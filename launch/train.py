@@ -9,19 +9,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cluster_ds.checkpoint import find_checkpoint
 from cluster_ds.distributed import Ranks
+from cluster_ds.dry_run import dry_run
 from cluster_ds.preflight import require_ready
 from cluster_ds.prepare import prepare
 from cluster_ds.recipe import Recipe
 from cluster_ds.run_log import census
-from cluster_ds.runs import dry_run, evaluate_held_out, held_out_tokens, launch, open_run, print_summary
+from cluster_ds.runs import evaluate_held_out, held_out_tokens, launch, open_run, print_summary
 from cluster_ds.training import train
 
 
 def run(recipe: Recipe, output_dir: Path, ranks: Ranks, args: argparse.Namespace) -> None:
     started = time.perf_counter()
     if args.dry_run:
-        dry_run(recipe, output_dir, ranks, args.ranks or ranks.world_size)
+        # Under a launcher its ranks; alone, what the recipe is written for.
+        world_size = args.ranks or (ranks.world_size if ranks.world_size > 1 or args.probe else recipe.hardware.ranks)
+        dry_run(recipe, output_dir, ranks, world_size, num_probe_steps=args.probe, price=args.price_per_gpu_hour)
         return
+    if args.probe or args.price_per_gpu_hour is not None or args.ranks:
+        raise ValueError("--probe, --price_per_gpu_hour and --ranks belong to --dry_run")
     ranks.on_main(lambda: require_ready(recipe, output_dir, ranks.world_size))  # refuses before any time is spent
     open_run(recipe, output_dir, ranks)
     if args.resume:
@@ -39,6 +44,8 @@ def run(recipe: Recipe, output_dir: Path, ranks: Ranks, args: argparse.Namespace
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--resume", metavar="NAME|PATH", help="of a checkpoint, e.g. step-00000050; default: the newest")
-    parser.add_argument("--dry_run", action="store_true", help="show the batch arithmetic and what is missing, then stop")
-    parser.add_argument("--ranks", type=int, metavar="W", help="of the dry run; default: those of this job")
+    parser.add_argument("--dry_run", action="store_true", help="say what the run would do and need, then stop")
+    parser.add_argument("--probe", type=int, default=0, metavar="N", help="with --dry_run: time N steps, predict hours")
+    parser.add_argument("--price_per_gpu_hour", type=float, metavar="P", help="with --probe: predict the cost as well")
+    parser.add_argument("--ranks", type=int, metavar="W", help="of the dry run; default: this job's, or the recipe's")
     launch(parser, run)

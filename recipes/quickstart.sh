@@ -2,11 +2,18 @@
 # The product's main job on this machine: a real model, real data, two CPU ranks. Sets itself up on first use.
 #   bash recipes/quickstart.sh [--set KEY=VALUE ...] [--output_dir DIR]
 set -euo pipefail
-CLUSTER_DS_HOME="${CLUSTER_DS_HOME:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}"
-export CLUSTER_DS_HOME
-. "$CLUSTER_DS_HOME/launch/setup.sh"
-cds_setup --quickstart
-. "$CLUSTER_DS_HOME/launch/job.sh"
+recipe=quickstart
 
-export DS_ACCELERATOR=cpu # the quickstart is the same with and without GPUs
-NUM_CPU_RANKS=2 cds_train quickstart "$@"
+# The checkout: $CLUSTER_DS_HOME, else above the folder of the submission, else above this script (sbatch runs a copy of it).
+for dir in "${SLURM_SUBMIT_DIR:-$PWD}" "$(dirname "${BASH_SOURCE[0]}")"; do
+    dir="$(cd "$dir" && pwd)"
+    while [ -z "${CLUSTER_DS_HOME:-}" ] && [ "$dir" != / ]; do
+        [ ! -f "$dir/cluster_ds/recipe.py" ] || CLUSTER_DS_HOME="$dir"
+        dir="$(dirname "$dir")"
+    done
+done
+. "${CLUSTER_DS_HOME:?is not set, and no checkout of cluster-ds is above this folder: set it to one}/launch/job.sh"
+
+cds_setup --quickstart
+export DS_ACCELERATOR=cpu NUM_CPU_RANKS=2 # the same with and without GPUs
+cds_train "$recipe" "$@"

@@ -1,0 +1,156 @@
+"""Before a run: what memory each GPU needs, and how long an epoch would take. Pure arithmetic.
+
+Memory is an estimate from the sizes of tensors, checked against DeepSpeed's table of states (tests/test_estimate.py);
+activations and the reserve are rules of thumb. Shapes: B samples of a micro-batch, T tokens, H hidden, I intermediate, V
+vocabulary, L layers, P parameters, W ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .ds_config import zero_stage
+from .plan import Plan
+from .recipe import TrainSection
+from .schedule import Schedule, accumulation_steps, rank_batch
+from .shapes import ModelShape
+
+_RESERVE_BYTES = 2.5e9  # CUDA context, NCCL's buffers, fragmentation; a rule of thumb
+_DEFAULT_BUCKET = 5e8  # DeepSpeed's elements of a reduce bucket
+_OVERLAP_FACTOR = 4.5  # buckets in flight at stage 2 with overlap_comm, DeepSpeed's own rule
+
+
+def memory_per_gpu(
+    shape: ModelShape, train: TrainSection, config: dict[str, Any], world_size: int, max_length: int,
+    attn_implementation: str = "sdpa",
+) -> dict[str, float]:
+    """Bytes of each component on one GPU in training; "on the host" is not on the GPU.
+
+    Args:
+        shape: of the model.
+        train: the recipe's section.
+        config: as resolved for DeepSpeed.
+        world_size: W.
+        max_length: T of the longest sample.
+        attn_implementation: "eager" holds B x heads x T x T scores.
+    """
+    zero = config.get("zero_optimization", {})
+    stage, p = zero_stage(config), float(shape.num_parameters)
+    size = 2 if train.precision in ("bf16", "pure_bf16") else 4
+    parts = world_size if stage >= 1 else 1
+    masters = p * 4 if (size == 2 and train.precision == "bf16") or stage >= 1 else 0.0
+    moments = p * 8 if train.optimizer == "adamw" and train.precision != "pure_bf16" else 0.0
+    if train.precision == "pure_bf16":
+        moments = p * 4 if train.optimizer == "adamw" else 0.0
+    if train.optimizer == "adafactor":
+        moments = shape.factored_parameters * 4.0
+    copy = p * 4 if stage == 0 and train.precision == "bf16" else 0.0  # fp32 gradients of the step
+    fp32_accumulation = config.get("data_types", {}).get("grad_accum_dtype") == "fp32" and size == 2
+    extra = {1: 4 * p, 2: 2 * p / world_size, 3: 2 * p / world_size}.get(stage, 0.0) if fp32_accumulation else 0.0
+    states = (masters + moments) / parts
+    offloaded = zero.get("offload_optimizer", {}).get("device") == "cpu"
+    tokens = train.micro_batch_size * max_length
+    activation = 4 if train.precision in ("fp32", "bf16_autocast") else 2  # the residual stream
+    block = tokens * (2 * (10 * shape.hidden_size + 4 * shape.intermediate_size) + 8 * shape.hidden_size)
+    if train.precision == "fp32":
+        block *= 2
+    if attn_implementation == "eager":
+        block += 6 * train.micro_batch_size * shape.num_heads * max_length**2
+    blocks = 1 if train.gradient_checkpointing else shape.num_layers
+    needed: dict[str, float] = {
+        "parameters": p * size / (world_size if stage == 3 else 1),
+        "autocast copies": 2.0 * shape.layer_parameters if train.precision == "bf16_autocast" else 0.0,
+        "gradients": p * size / (world_size if stage >= 2 else 1) + copy,
+        "fp32 accumulation": extra,
+        "optimizer": 0.0 if offloaded else states,
+        "buckets": _buckets(zero, stage, size) if world_size > 1 else 0.0,
+        "activations": tokens * shape.hidden_size * activation * shape.num_layers + blocks * block,
+        "logits": tokens * shape.vocab_size * (20.0 if size == 2 or train.precision == "bf16_autocast" else 16.0),
+        "reserve": _RESERVE_BYTES,
+    }
+    if offloaded:
+        needed["on the host"] = states
+    return needed
+
+
+def total_bytes(needed: dict[str, float]) -> float:
+    """On the GPU."""
+    return sum(value for name, value in needed.items() if name != "on the host")
+
+
+def _buckets(zero: dict[str, Any], stage: int, size: int) -> float:
+    """Communication buffers; gradients are reduced in fp32."""
+    reduce = 4 * float(zero.get("reduce_bucket_size", _DEFAULT_BUCKET))
+    if stage == 0:
+        return 4 * _DEFAULT_BUCKET
+    if stage == 3:
+        live = size * float(zero.get("stage3_max_live_parameters", 1e9))
+        return reduce + live + size * float(zero.get("stage3_prefetch_bucket_size", 5e7))
+    if zero.get("overlap_comm"):
+        return _OVERLAP_FACTOR * reduce
+    return reduce + size * float(zero.get("allgather_bucket_size", _DEFAULT_BUCKET))
+
+
+def unselected(plan: Plan, keep: np.ndarray) -> Plan:
+    """An arm to compare with: the samples that `keep` [N] names, one stratum, weight 1."""
+    return Plan(
+        ids=plan.ids, cluster=plan.cluster, stratum=np.where(keep, 0, -1).astype(np.int32), distance=plan.distance,
+        weight=keep.astype(np.float64), kept=keep, num_tokens=plan.num_tokens,
+        num_supervised_tokens=plan.num_supervised_tokens, loss=plan.loss,
+    )
+
+
+def arms_of(plan: Plan, seed: int) -> dict[str, Plan]:
+    """Full data, a random part as large as the selection, and the selection itself."""
+    usable = plan.cluster >= 0
+    drawn = np.random.default_rng((seed, 0)).permutation(np.flatnonzero(usable))[: int(plan.kept.sum())]
+    random = np.zeros(len(plan), dtype=bool)
+    random[drawn] = True
+    return {"full": unselected(plan, usable), "random": unselected(plan, random), "CluSTER": plan}
+
+
+def padded_tokens(plan: Plan, train: TrainSection, world_size: int, num_steps: int | None = None) -> np.ndarray:
+    """Tokens, padding included, that the slowest rank computes in each step: int64 [steps].
+
+    Args:
+        plan: of the arm.
+        train: the recipe's section.
+        world_size: W.
+        num_steps: the first steps alone.
+    """
+    schedule = Schedule(
+        plan, global_batch_size=train.global_batch_size, epochs=train.epochs, seed=train.seed,
+        normalization=train.normalization,
+    )
+    out = []
+    for step in range(schedule.num_steps if num_steps is None else min(num_steps, schedule.num_steps)):
+        batch = schedule.batch(step)
+        loads = []
+        for rank in range(world_size):
+            mine = rank_batch(
+                schedule, batch, dp_rank=rank, dp_world_size=world_size, micro_batch_size=train.micro_batch_size,
+                allocation=train.allocation,
+            )
+            loads.append(int((plan.num_tokens[mine.rows].max(axis=1) * train.micro_batch_size).sum()))
+        out.append(max(loads))
+    return np.array(out, dtype=np.int64)
+
+
+def steps_text(num_samples: int, train: TrainSection) -> str:
+    """Steps of an epoch in words, the short last one told apart."""
+    size = train.global_batch_size
+    full, rest = divmod(num_samples, size)
+    steps = full + (rest > 0)
+    detail = f" ({full} full, one of {rest})" if rest and full else ""
+    return f"{steps} steps an epoch{detail}, {steps * train.epochs} in all"
+
+
+def batch_text(train: TrainSection, world_size: int) -> str:
+    """The batch arithmetic of W ranks."""
+    accumulation = accumulation_steps(train.global_batch_size, train.micro_batch_size, world_size)
+    return (
+        f"{world_size} ranks x {train.micro_batch_size} samples x {accumulation} micro-batches = "
+        f"{train.global_batch_size} a step"
+    )
