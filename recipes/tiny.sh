@@ -15,5 +15,5 @@ done
 . "${CLUSTER_DS_HOME:?is not set, and no checkout of cluster-ds is above this folder: set it to one}/launch/job.sh"
 
 cds_setup
-export DS_ACCELERATOR=cpu NUM_CPU_RANKS=2 # the same with and without GPUs
+export DS_ACCELERATOR=cpu NUM_CPU_RANKS="${NUM_CPU_RANKS:-2}" # the same with and without GPUs
 cds_train "$recipe" "$@"

@@ -12,6 +12,7 @@ import pytest
 from ..distributed.jobs import ROOT, TIMEOUT_S, finish, start_job, weights_hash
 from ..forked import finish as ended
 from ..forked import start
+from ..test_jobs import bash, commands
 
 pytestmark = pytest.mark.distributed
 JOB = ("--set", "train.epochs=1", "--set", "evaluate.held_out=null")
@@ -71,3 +72,21 @@ def test_S05_two_jobs_build_one_cache(tmp_path):
         assert len({json.loads((folder / n / "plan" / "manifest.json").read_text())["plan_hash"] for n in finished}) == 1
         left = [p.name for p in cache.rglob("*") if ".part" in p.name or p.name.endswith(".lock")]
         assert not left or number % 4 == 3, left
+
+
+def test_E01_the_schedulers_gpus_are_used(tmp_path):
+    """The job script of a recipe, spooled elsewhere, on a node that shares its GPUs."""
+    spool = tmp_path / "spool"
+    fake = commands(tmp_path / "bin", deepspeed=(ROOT / "tests" / "cases" / "inputs" / "e01_fake_deepspeed.sh").read_text())
+    spool.mkdir()
+    (spool / "slurm_script").write_text((ROOT / "recipes" / "magicoder_7b.sh").read_text())
+    _, text = bash(
+        spool / "slurm_script", "--output_dir", str(tmp_path / "run"), cwd=tmp_path, first=fake, SLURM_SUBMIT_DIR=str(ROOT),
+        SLURM_JOB_ID="7", SLURM_NTASKS="1", SLURM_JOB_NUM_NODES="1", SLURM_JOB_NODELIST="n1", CUDA_VISIBLE_DEVICES="4,5",
+    )
+    (arguments,) = (line for line in text.splitlines() if line.startswith("ARGS"))
+    assert "ENV CUDA_VISIBLE_DEVICES=4,5" in text.splitlines()
+    assert "--include" not in arguments and "--num_gpus" not in arguments
+    assert "--master_port" in arguments and arguments.index("--master_port") < arguments.index("train.py")
+    assert f"{ROOT}/launch/train.py --recipe magicoder_7b" in arguments
+    assert "2 devices where the recipe names 4: 2 ranks x 4 samples x 64 micro-batches = 512" in text
