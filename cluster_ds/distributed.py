@@ -61,7 +61,7 @@ class Ranks:
 
     def print(self, *lines: str) -> None:
         """Print on rank 0 only."""
-        if self.is_main:
+        if self.is_main and lines:
             print(*lines, sep="\n", flush=True)
 
     def on_main(self, work: Callable[[], T]) -> T:  # collective

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sentencepiece import SentencePieceProcessor
+from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from .embedded import resolve_model
@@ -16,6 +18,7 @@ from .hub import MODEL_FILES, OLD_MODEL_FILES, download
 from .recipe import ModelSection
 from .tokens import TokenTable
 
+_PROBES = ("def f(x):\n    return [x,\n        1]\n", "Fine, thanks.  Two blanks, été, 12.")
 _WEIGHTS = ("*.safetensors", "*.bin", "config.json")
 
 
@@ -55,8 +58,55 @@ def model_hash(folder: Path) -> str:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer."""
-    return AutoTokenizer.from_pretrained(folder)
+    """The folder's tokenizer; one that is only a sentencepiece model gets its merges in the order of their scores.
+
+    transformers 5.24 orders them by piece number instead, which splits the indentation of code otherwise than the model
+    has learnt it: a line break and "    return" would become four blanks and "return" instead of three and "▁return".
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    file = folder / "tokenizer.model"
+    if file.is_file() and not (folder / "tokenizer.json").is_file() and _is_sentencepiece_bpe(tokenizer):
+        processor = SentencePieceProcessor(str(file))
+        tokenizer.backend_tokenizer.model = BPE(
+            tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False), _merges(processor),
+            unk_token=tokenizer.unk_token, fuse_unk=True, byte_fallback=True,
+        )
+    return tokenizer
+
+
+def sentencepiece_differences(folder: Path, tokenizer: Any) -> list[str]:
+    """Texts that a tokenizer splits otherwise than the sentencepiece model beside it, as warnings; none is right."""
+    file = folder / "tokenizer.model"
+    if not file.is_file() or not _is_sentencepiece_bpe(tokenizer):
+        return []
+    processor = SentencePieceProcessor(str(file))
+    out = []
+    for text in _PROBES:
+        ours = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if ours != processor.encode(text):
+            out.append(
+                f"warning: the tokenizer splits {text!r} into {tokenizer.convert_ids_to_tokens(ours)}, the sentencepiece "
+                f"model {file} into {processor.encode(text, out_type=str)}: what the base model has learnt is the latter"
+            )
+    return out
+
+
+def _is_sentencepiece_bpe(tokenizer: Any) -> bool:
+    model = tokenizer.backend_tokenizer.model
+    return isinstance(model, BPE) and model.byte_fallback  # tiktoken files bear the same name
+
+
+def _merges(processor: SentencePieceProcessor) -> list[tuple[str, str]]:
+    """Every way to put a piece together, best score first, as sentencepiece merges."""
+    pieces = {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}
+    found = []
+    for piece, number in pieces.items():
+        score = processor.get_score(number)
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in pieces and right in pieces:
+                found.append((-score, -len(left), -len(right), pieces[left], pieces[right], left, right))
+    return [(left, right) for *_, left, right in sorted(found)]
 
 
 def text_config(folder: Path) -> Any:

@@ -26,6 +26,7 @@ from .models import (
     model_hash,
     pad_token_id,
     require_vocabulary,
+    sentencepiece_differences,
     text_config,
 )
 from .plan import Plan, make_plan
@@ -100,7 +101,9 @@ def prepare_tokens(
         records, reports = read_records(sources, data.max_bad_fraction)
         if held_out:  # evenly spread: files are often sorted by source
             records = records[:: -(-len(records) // recipe.evaluate.max_samples)]
-        tokenizer = load_tokenizer(model_folder(recipe.model))
+        base = model_folder(recipe.model)
+        tokenizer = load_tokenizer(base)
+        ranks.print(*(f"[{label}] {line}" for line in sentencepiece_differences(base, tokenizer)))
         template = get_template(data.template, tokenizer)
         table, cached = build_tokens(records, template, tokenizer, data.max_length, cache_dir(recipe, output_dir))
         lines = [line for report in reports for line in report.lines()]

@@ -33,21 +33,21 @@ def smollm2():
     from cluster_ds.embedded import resolve_model
     from cluster_ds.models import load_tokenizer
 
-    return load_tokenizer(resolve_model("embedded:smollm2-135m-instruct"))
+    return load_tokenizer(Path(resolve_model("embedded:smollm2-135m-instruct")))
 
 
 @pytest.fixture(scope="session")
 def sentencepiece_tokenizer(tmp_path_factory):
     """A real Llama-family tokenizer: 32,000 pieces, byte fallback, dummy prefix."""
     mistral_common = pytest.importorskip("mistral_common", reason="brings the sentencepiece model")
-    from transformers import AutoTokenizer
+    from cluster_ds.models import load_tokenizer
 
     folder = tmp_path_factory.mktemp("sentencepiece")
     model = Path(mistral_common.__file__).parent / "data" / "tokenizer.model.v1"
     (folder / "tokenizer.model").write_bytes(model.read_bytes())
     config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return AutoTokenizer.from_pretrained(folder)
+    return load_tokenizer(folder)
 
 
 def tiny_llama(vocab_size: int = 64, seed: int = 0, **changes):

@@ -121,9 +121,84 @@ def test_benchmark_data_and_the_sandbox_are_looked_for(tmp_path, monkeypatch):
     problems = {item.name: item.problem for item in look(recipe, tmp_path / "run")}
     assert problems["benchmark data HumanEvalPlus-v0.1.10.jsonl"] is None
     assert f"{tmp_path / 'own.jsonl'} is not there" in problems["benchmark data MbppPlus-v0.2.0.jsonl"]
-    monkeypatch.setenv("PATH", str(tmp_path))
+    assert problems["sandbox for generated code"] is None and problems["packages of the evaluation"] is None
+    monkeypatch.setattr("cluster_ds.evaluation.sandbox._JAIL", tmp_path / "nothing.py")
     problems = {item.name: item.problem for item in look(recipe, tmp_path / "run")}
-    assert problems["sandbox for generated code"] == "the command unshare (util-linux) is not installed"
+    assert "no sandbox for generated code here" in problems["sandbox for generated code"]
+
+
+MEDICAL_CARD = """\
+---
+configs:
+- config_name: {name}
+  data_files:
+  - split: {split}
+    path: {folder}/{split}-*
+---
+"""
+READ = """
+import sys
+sys.path.insert(0, {root!r})
+from cluster_ds.evaluation.medical import TASKS, load_questions
+for task in TASKS:
+    questions = load_questions(task, None)
+    print(task, len(questions), questions[0]["id"], sorted(questions[0]))
+"""
+
+
+def test_medical_questions_come_from_the_hubs_cache(tmp_path, repositories):
+    """Sets in the hub's layouts (parquet by subset, jsonl named by split), fetched by the recipe, read without the hub."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from cluster_ds.evaluation.medical import MMLU_SUBJECTS, TASKS_DIR
+
+    ids = json.loads((TASKS_DIR / "pubmedqa_test_ids.json").read_text())["ids"]
+    hub = {}
+
+    def repository(name, card, files):
+        folder = tmp_path / "hub" / name.replace("/", "_")
+        for path, rows in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            if path.endswith(".parquet"):
+                pq.write_table(pa.Table.from_pylist(rows), folder / path)
+            else:
+                (folder / path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "README.md").write_text(card)
+        hub[f"datasets/{name}"] = folder
+
+    four = {f"ending{i}": "x" for i in range(4)}
+    medqa = [{"id": f"t{i}", "sent1": "?", "sent2": "", **four, "label": i} for i in range(3)]
+    repository("GBaker/MedQA-USMLE-4-options-hf", "# none", {"test.json": medqa, "train.json": medqa * 2, "dev.json": medqa[:1]})
+    medmcqa = [{"id": "a", "question": "?", "opa": "1", "opb": "2", "opc": "3", "opd": "4", "cop": 2}]
+    card = MEDICAL_CARD.format(name="default", split="validation", folder="data")
+    repository("openlifescienceai/medmcqa", card, {"data/validation-0.parquet": medmcqa, "data/train-0.parquet": medmcqa * 4})
+    labeled = [
+        {"pubid": int(i), "question": "?", "context": {"contexts": ["c"], "labels": ["L"]}, "final_decision": "no"} for i in ["7", *ids]
+    ]
+    card = MEDICAL_CARD.format(name="pqa_labeled", split="train", folder="pqa_labeled")
+    repository("qiaojin/PubMedQA", card, {"pqa_labeled/train-0.parquet": labeled})
+    configs = "".join(
+        f"- config_name: {s}\n  data_files:\n  - split: test\n    path: {s}/test-*\n" for s in [*MMLU_SUBJECTS, "astronomy"]
+    )
+    mmlu = [{"question": "?", "subject": "s", "choices": ["1", "2", "3", "4"], "answer": 3}]
+    rows = {f"{s}/test-0.parquet": [{**mmlu[0], "subject": s}] * 2 for s in [*MMLU_SUBJECTS, "astronomy"]}
+    repository("cais/mmlu", f"---\nconfigs:\n{configs}---\n", rows)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.replace("evaluate: {", "evaluate: {benchmarks: [medqa], "))
+    with serve({**repositories, **hub}) as (address, requests):
+        done = command("recipe.py", "fetch", str(recipe), home=tmp_path / "home", endpoint=address)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert not any("astronomy" in r for r in requests if r.startswith("GET datasets"))
+    done = subprocess.run(
+        [sys.executable, "-c", READ.format(root=str(ROOT))], capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"},
+    )
+    lines = done.stdout.splitlines()
+    assert [line.split()[:3] for line in lines[:4]] == [
+        ["medqa", "3", "t0"], ["medmcqa", "1", "a"], ["pubmedqa", "500", ids[0]], ["mmlu_anatomy", "2", "0"],
+    ], done.stderr[-2000:]
+    assert len(lines) == 9
 
 
 def test_a_disk_that_is_too_small_is_missing_as_well(tmp_path, monkeypatch):
