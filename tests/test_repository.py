@@ -3,7 +3,44 @@
 import re
 import tomllib
 
+from cluster_ds.ds_config import resolve_config
+from cluster_ds.estimate import memory_per_gpu, total_bytes
+from cluster_ds.recipe import TrainSection
+from cluster_ds.shapes import SHAPES
+
 from .conftest import ROOT
+
+TABLE = [  # config, precision, optimizer, size, GPUs
+    ("zero0", "bf16_autocast", "adafactor", "7b", 4), ("zero0", "pure_bf16", "adafactor", "7b", 4),
+    ("zero1", "bf16", "adamw", "7b", 4), ("zero2", "bf16", "adamw", "7b", 4), ("zero2", "bf16", "adamw", "7b", 8),
+    ("zero3", "bf16", "adamw", "7b", 4), ("zero3_offload", "bf16", "adamw", "7b", 2),
+    ("zero2", "bf16", "adamw", "13b", 4), ("zero2", "bf16", "adamw", "13b", 8), ("zero3", "bf16", "adamw", "13b", 4),
+    ("zero3", "bf16", "adamw", "13b", 8), ("zero3_offload", "bf16", "adamw", "13b", 2),
+]
+
+
+def zero_table() -> list[str]:
+    """The rows of ds_configs/README.md: gigabytes on each GPU with micro-batches of 4 x 1,216 tokens."""
+    rows = []
+    for config, precision, optimizer, size, ranks in TABLE:
+        t = TrainSection(epochs=1, global_batch_size=512, micro_batch_size=4, lr=1e-5, precision=precision, optimizer=optimizer)
+        shape = SHAPES[f"codellama/CodeLlama-{size}-Python-hf"]
+        m = memory_per_gpu(shape, t, resolve_config(config, t, ranks), ranks, 1216)
+        gradients = m["gradients"] + m["fp32 accumulation"]
+        rest = m["activations"] + m["logits"] + m["autocast copies"] + m["reserve"]
+        total = total_bytes(m) / 1e9
+        host = f" (+ {m['on the host'] / 1e9:.0f} on the host)" if "on the host" in m else ""
+        cells = [f"{v / 1e9:.1f}" for v in (m["parameters"], gradients, m["optimizer"], m["buckets"], rest)]
+        rows.append(
+            f"| {config} | {precision}, {optimizer} | {size.upper()} | {ranks} | {' | '.join(cells)} | "
+            f"{'**' if total <= 80 else ''}{total:.0f}{'**' if total <= 80 else ''}{host} |"
+        )
+    return rows
+
+
+def test_the_table_of_the_zero_configs_is_what_the_estimate_says():
+    text = (ROOT / "ds_configs" / "README.md").read_text()
+    assert [row for row in zero_table() if row not in text] == []
 
 
 def test_requirements_are_those_of_the_package():

@@ -24,6 +24,7 @@ RUNS = {  # name: (tied embeddings, overrides); stage 3 first: zero.Init must no
     "bf16_1": (True, ["deepspeed.config=zero1"]),
     "bf16_2": (True, ["deepspeed.config=zero2"]),
     "bf16_3": (True, ["deepspeed.config=zero3"]),
+    "offload": (True, ["deepspeed.config=zero3_offload"]),
     "autocast": (True, ["deepspeed.config=zero0", "train.precision=bf16_autocast", "train.optimizer=adafactor"]),
     "pure_bf16": (True, ["deepspeed.config=zero0", "train.precision=pure_bf16", "train.optimizer=adafactor"]),
     "checkpointing": (True, ["deepspeed.config=zero2", "train.precision=fp32", "train.gradient_checkpointing=true"]),
@@ -156,7 +157,7 @@ def test_resumed_behind_step_3_ends_with_the_same_bits(runs, name):
     ("name", "like", "tolerance"),
     [
         ("stage2", "stage0", 1e-5), ("stage3", "stage0", 1e-5), ("untied3", "untied2", 1e-5),
-        ("checkpointing", "stage2", 1e-5), ("workers", "stage2", 0.0), ("bf16_3", "bf16_2", 0.05), ("bf16_1", "bf16_2", 0.05),
+        ("checkpointing", "stage2", 1e-5), ("workers", "stage2", 0.0), ("bf16_3", "bf16_2", 0.05), ("offload", "bf16_3", 0.05), ("bf16_1", "bf16_2", 0.05),
         ("bf16_0", "bf16_2", 0.05), ("bf16_2", "stage2", 0.2),
     ],
 )
