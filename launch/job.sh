@@ -41,6 +41,10 @@ _cds_launcher() {
     launcher=("$PYTHON" -m deepspeed.launcher.runner)
     [ -z "$deepspeed" ] || launcher=("$deepspeed")
     if [ "$nodes" -gt 1 ]; then
+        if [ "$devices" -eq 0 ]; then
+            echo "error: no GPUs are visible on this node: ask for them (#SBATCH --gpus-per-node)" >&2
+            return 2
+        fi
         cds_logs="$PWD/logs/$SLURM_JOB_ID"
         mkdir -p "$cds_logs"
         scontrol show hostnames "$SLURM_JOB_NODELIST" | sed "s/$/ slots=$devices/" > "$cds_logs/hostfile"
@@ -84,7 +88,7 @@ cds_train() {
     fi
     _cds_options "$@"
     "$PYTHON" "$CLUSTER_DS_HOME/launch/recipe.py" check "$recipe" --before_job "${told[@]}" "${cds_options[@]}" || return
-    _cds_launcher "$devices"
+    _cds_launcher "$devices" || return
 
     # The launcher would kill its ranks; rank 0, maybe on another node, looks for this file instead.
     cds_stop_file="$PWD"

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ..files import is_disk_full
+from ..hub import offline
 from .code import evaluate_code
 from .generation import GenerationConfig
 from .medical import TASKS, MedicalConfig, choose_tasks, evaluate_medical
-from .problems import Benchmark, load_problems
+from .problems import Benchmark, fetch_problems, find_problems, load_problems
 from .results import default_output_dir, resolve_model_folder, template_of
 from .sandbox import ACCEPT
 
@@ -52,7 +53,15 @@ def add_code_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_code(args: argparse.Namespace, benchmark: Benchmark, model: Path | None, output_dir: Path | None = None) -> None:
     """HumanEval or MBPP, as the arguments ask."""
-    problems = load_problems(benchmark, getattr(args, "problems", None)).first(args.limit)
+    given = getattr(args, "problems", None)
+    if given is None and not offline():
+        try:
+            fetch_problems(benchmark)
+        except ValueError as error:
+            if find_problems(benchmark) is None:
+                raise
+            print(f"[eval] note: {error}", flush=True)
+    problems = load_problems(benchmark, given).first(args.limit)
     config = None
     if model is not None:
         config = GenerationConfig(

