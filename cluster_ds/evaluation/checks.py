@@ -48,7 +48,8 @@ def evalplus(
     """EvalPlus's check of one solution.
 
     Returns:
-        status of "base" and, unless base_only, of "plus"; and how many inputs were tried, the last of which failed if any.
+        status of "base" and, unless base_only, of "plus", which is the base's where that is not passed; and how many
+        inputs were tried, the last of which failed if any.
     """
     from evalplus import eval as engine
     from evalplus.data.mbpp import mbpp_deserialize_inputs
@@ -58,8 +59,11 @@ def evalplus(
     name = problem["entry_point"]
     late = Value("b", 0)
     engine.time_limit = _noting(engine.time_limit, late)
-    result = {}
+    result: dict[str, Any] = {}
     for part in ("base",) if base_only else ("base", "plus"):
+        if result and result["base"]["status"] != PASS:  # the extra tests cannot save it, and may cost as much time again
+            result[part] = {"status": result["base"]["status"], "tried": 0}
+            break
         inputs = problem[f"{part}_input"]
         if dataset == "mbpp":
             inputs = mbpp_deserialize_inputs(problem["task_id"], inputs)

@@ -38,7 +38,7 @@ class Limits:
 
 
 FIRST = Limits(4.0, 4.0, 300.0)
-ALONE = Limits(20.0, 20.0, 900.0)  # once more for those that ran out of time, one at a time: a busy machine costs no points
+ALONE = Limits(10.0, 10.0, 600.0)  # once more for those that ran out of time, one at a time: a busy machine costs no points
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def test_V02_time_outs_are_told_apart_and_tried_again_alone(tmp_path):
     scored = json.loads((tmp_path / "samples_eval_results.json").read_text())["eval"]
     assert [scored[f"HumanEval/{i}"][0]["base_status"] for i in range(4)] == ["pass", "pass", "timeout", "pass"]
     assert result["scoring"]["timeouts_first"] == 2 and result["counts"]["timeouts"] == 1
-    assert result["scoring"]["limits"]["alone"]["min_time_limit_s"] == 20.0
+    assert result["scoring"]["limits"]["alone"]["min_time_limit_s"] == 10.0
 
 
 @pytest.mark.parametrize(("window", "cut"), [(256, ["q1", "q3"]), (4096, [])])
