@@ -124,7 +124,7 @@ def predict(
             f"{selection / (saved / recipe.train.epochs):.2f} epochs (one epoch of full data takes {duration(epoch)})"
         )
     record = {
-        **asdict(probe), "seconds": seconds, "selection_seconds": selection, "train": recipe.train.model_dump(),
+        **asdict(probe), "seconds": seconds, "selection_seconds": selection, "recipe": _what_is_run(recipe),
         "price_per_gpu_hour": price,
     }
     return lines, record
@@ -146,9 +146,13 @@ def prediction_of(output_dir: Path, world_size: int, recipe: Recipe) -> dict[str
     """A probe's record that speaks of this very run, else None."""
     path = output_dir / PROBE
     record = read_json(path) if path.is_file() else None
-    if record is None or record["world_size"] != world_size or record["train"] != recipe.train.model_dump():
+    if record is None or record["world_size"] != world_size or record["recipe"] != _what_is_run(recipe):
         return None
     return record
+
+
+def _what_is_run(recipe: Recipe) -> dict[str, Any]:
+    return recipe.model_dump(include={"model", "data", "selection", "train", "deepspeed"})
 
 
 def _arithmetic(recipe: Recipe, output_dir: Path, ranks: Ranks, world_size: int) -> list[Any]:

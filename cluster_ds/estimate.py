@@ -51,6 +51,10 @@ def memory_per_gpu(
     extra = {1: 4 * p, 2: 2 * p / world_size, 3: 2 * p / world_size}.get(stage, 0.0) if fp32_accumulation else 0.0
     states = (masters + moments) / parts
     offloaded = zero.get("offload_optimizer", {}).get("device") == "cpu"
+    gradients = p * size / (world_size if stage >= 2 else 1) + copy
+    on_host = 0.0
+    if offloaded:  # DeepSpeed keeps the gradients' partition where the optimizer is
+        on_host, states, gradients, extra = states + gradients + extra, 0.0, 0.0, 0.0
     tokens = train.micro_batch_size * max_length
     activation = 4 if train.precision in ("fp32", "bf16_autocast") else 2  # the residual stream
     block = tokens * (2 * (10 * shape.hidden_size + 4 * shape.intermediate_size) + 8 * shape.hidden_size)
@@ -62,16 +66,16 @@ def memory_per_gpu(
     needed: dict[str, float] = {
         "parameters": p * size / (world_size if stage == 3 else 1),
         "autocast copies": 2.0 * shape.layer_parameters if train.precision == "bf16_autocast" else 0.0,
-        "gradients": p * size / (world_size if stage >= 2 else 1) + copy,
+        "gradients": gradients,
         "fp32 accumulation": extra,
-        "optimizer": 0.0 if offloaded else states,
+        "optimizer": states,
         "buckets": _buckets(zero, stage, size) if world_size > 1 else 0.0,
         "activations": tokens * shape.hidden_size * activation * shape.num_layers + blocks * block,
         "logits": tokens * shape.vocab_size * (20.0 if size == 2 or train.precision == "bf16_autocast" else 16.0),
         "reserve": _RESERVE_BYTES,
     }
     if offloaded:
-        needed["on the host"] = states
+        needed["on the host"] = on_host
     return needed
 
 

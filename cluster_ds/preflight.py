@@ -77,6 +77,21 @@ def missing_for(recipe: Recipe, output_dir: Path, world_size: int, training: boo
         raise ValueError(f"recipe {recipe.name} cannot run here:\n  " + "\n  ".join(item.line() for item in missing))
 
 
+def fetch_benchmarks(recipe: Recipe) -> list[str]:
+    """Bring the recipe's problems of generated code here, if they are not; why not, for each that cannot be had."""
+    problems = []
+    for name in recipe.evaluate.benchmarks:
+        if name != "medqa" and not offline():
+            try:
+                fetch_problems(name)
+            except ValueError as error:
+                if find_problems(name) is None:
+                    problems.append(str(error))
+                else:
+                    problems.append(f"{error} (HumanEval's base tests are here and would be used alone)")
+    return problems
+
+
 def require_device(recipe: Recipe) -> None:
     """Refuse a GPU recipe on a machine that shows no GPU, where it would silently take weeks."""
     if Path(recipe.deepspeed.config).stem != "cpu" and not on_gpu() and os.environ.get("DS_ACCELERATOR") != "cpu":

@@ -272,6 +272,17 @@ def add_override_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def positive(text: str) -> int:
+    """A command line's whole number above 0."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
 def recipe_from_args(args: argparse.Namespace) -> tuple[Recipe, Path]:
     """The recipe and the run's folder that the arguments of `add_recipe_arguments` ask for."""
     overrides = list(args.overrides)

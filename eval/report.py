@@ -10,7 +10,7 @@ from cluster_ds.evaluation.command import refusing
 from cluster_ds.evaluation.report import report
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", metavar="[LABEL=]RUN", help="a run's folder, or one with results.json below it")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the table there as well")
     args = parser.parse_args()

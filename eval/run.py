@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     add_recipe_arguments(parser)
     parser.add_argument("--data_dir", metavar="DIR", help="of the medical questions; see eval/medqa.sh --help")
     add_shared_arguments(parser)

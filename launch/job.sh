@@ -2,7 +2,7 @@
 # Sourced by recipes/*.sh after they have found the checkout: what every job needs.
 #
 #   cds_train RECIPE [ARGUMENTS ...]      check, then start launch/train.py on the visible GPUs, or on $NUM_CPU_RANKS CPU ranks
-#   cds_evaluate RECIPE [ARGUMENTS ...]   the recipe's benchmarks on the model that cds_train has left
+#   cds_evaluate RECIPE [ARGUMENTS ...]   the recipe's benchmarks on the model that cds_train has left; answers are kept
 #
 # With --dry_run among the arguments cds_train says what the job would do and need, on this machine, and nothing runs.
 #
@@ -24,8 +24,8 @@ export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}" N
 _cds_devices() {
     if [ -n "${NUM_CPU_RANKS:-}" ]; then
         echo "$NUM_CPU_RANKS"
-    elif [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
-        tr ',' '\n' <<< "$CUDA_VISIBLE_DEVICES" | grep -c .
+    elif [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then # empty: none
+        tr ',' '\n' <<< "${CUDA_VISIBLE_DEVICES/NoDevFiles/}" | grep -c . || true
     elif [ -n "${SLURM_GPUS_ON_NODE:-}" ]; then
         echo "$SLURM_GPUS_ON_NODE"
     else
@@ -72,22 +72,65 @@ _cds_follow() {
     [ -z "$file" ] || exec tail -n +1 -f --pid="$runner" "$file"
 }
 
+# Run a command in the background; SIGTERM, SIGHUP and SIGUSR1 run $1, Ctrl-C runs $2, which let it end, instead of ending this
+# script. Its exit code is left in cds_code, and whether SIGUSR1 came in cds_requeue.
+_cds_run() {
+    local stop="$1" interrupt="$2" follower=""
+    shift 2
+    cds_requeue=""
+    # shellcheck disable=SC2064 # the traps' own variables are expanded when they run
+    trap "$stop" TERM HUP
+    # shellcheck disable=SC2064
+    trap "cds_requeue=1; $stop" USR1
+    # shellcheck disable=SC2064
+    trap "$interrupt" INT
+    set -m # a process group of its own, so that Ctrl-C reaches this script alone
+    "$@" &
+    cds_runner=$!
+    set +m
+    if [ -n "$cds_logs" ]; then
+        _cds_follow "$cds_runner" &
+        follower=$!
+    fi
+    while :; do # a trapped signal ends `wait`, not the job
+        cds_code=0
+        wait "$cds_runner" || cds_code=$?
+        kill -0 "$cds_runner" 2>/dev/null || break
+    done
+    [ -z "$follower" ] || wait "$follower" || true
+    trap - TERM USR1 INT HUP
+}
+
+# A job whose time was up goes into the queue again.
+_cds_requeue() {
+    if [ "$1" -eq 75 ] && [ -n "$cds_requeue" ] && [ -n "${SLURM_JOB_ID:-}" ]; then
+        echo "job $SLURM_JOB_ID goes into the queue again and will continue"
+        scontrol requeue "$SLURM_JOB_ID" || echo "scontrol could not requeue it: submit it again" >&2
+    fi
+}
+
 cds_train() {
-    local recipe="$1" code=0 runner devices follower="" argument
+    local recipe="$1" devices argument probe=""
     local -a launcher=() told=()
     shift
     devices="$(_cds_devices)"
     [ "$devices" -eq 0 ] || told=(--ranks $((devices * ${SLURM_JOB_NUM_NODES:-1})))
-    cds_dry_run=""
+    cds_dry_run="" cds_logs=""
     for argument in "$@"; do
-        [ "$argument" != --dry_run ] || cds_dry_run=1
+        case "$argument" in
+            --dry_run) cds_dry_run=1 ;;
+            --probe | --probe=*) probe=1 ;;
+        esac
     done
-    if [ -n "$cds_dry_run" ]; then
+    if [ -n "$cds_dry_run" ] && [ -z "$probe" ]; then # outside of a job the devices here say nothing about those of one
+        [ -n "${SLURM_JOB_ID:-}" ] || told=()
         "$PYTHON" "$CLUSTER_DS_HOME/launch/train.py" --recipe "$recipe" "${told[@]}" "$@"
         return
     fi
     _cds_options "$@"
-    "$PYTHON" "$CLUSTER_DS_HOME/launch/recipe.py" check "$recipe" --before_job "${told[@]}" "${cds_options[@]}" || return
+    if [ -z "$cds_dry_run" ]; then
+        "$PYTHON" "$CLUSTER_DS_HOME/launch/recipe.py" check "$recipe" --before_job "${told[@]}" "${cds_options[@]}" || return
+    fi
     _cds_launcher "$devices" || return
 
     # The launcher would kill its ranks; rank 0, maybe on another node, looks for this file instead.
@@ -95,33 +138,14 @@ cds_train() {
     [ -w "$cds_stop_file" ] || cds_stop_file="${TMPDIR:-/tmp}" # else nothing could stop the job; seen by this node alone
     cds_stop_file="$(mktemp -u "$cds_stop_file/.cluster_ds_stop.XXXXXX")"
     export CLUSTER_DS_JOB_PID=$$ # ranks on this node leave when this script has gone
-    cds_requeue=""
-    trap ': >> "$cds_stop_file"' TERM HUP
-    trap 'cds_requeue=1; : >> "$cds_stop_file"' USR1
-    trap '[ ! -e "$cds_stop_file" ] || echo now >> "$cds_stop_file"; : >> "$cds_stop_file"' INT
-    set -m # a process group of its own, so that Ctrl-C reaches this script alone
-    "${launcher[@]}" "$CLUSTER_DS_HOME/launch/train.py" --recipe "$recipe" --stop_file "$cds_stop_file" "$@" &
-    runner=$!
-    set +m
-    if [ "${SLURM_JOB_NUM_NODES:-1}" -gt 1 ]; then
-        _cds_follow "$runner" &
-        follower=$!
-    fi
-    while :; do # a trapped signal ends `wait`, not the job
-        code=0
-        wait "$runner" || code=$?
-        kill -0 "$runner" 2>/dev/null || break
-    done
-    [ -z "$follower" ] || wait "$follower" || true
-    trap - TERM USR1 INT HUP
+    # shellcheck disable=SC2016 # expanded when the traps run
+    _cds_run ': >> "$cds_stop_file"' '[ ! -e "$cds_stop_file" ] || echo now >> "$cds_stop_file"; : >> "$cds_stop_file"' \
+        "${launcher[@]}" "$CLUSTER_DS_HOME/launch/train.py" --recipe "$recipe" --stop_file "$cds_stop_file" "$@"
     # Rank 0 has answered; the launcher's own code may be another one.
-    ! grep -qx stopped "$cds_stop_file" 2>/dev/null || code=75
+    ! grep -qx stopped "$cds_stop_file" 2>/dev/null || cds_code=75
     rm -f "$cds_stop_file"
-    if [ "$code" -eq 75 ] && [ -n "$cds_requeue" ] && [ -n "${SLURM_JOB_ID:-}" ]; then
-        echo "job $SLURM_JOB_ID goes into the queue again and will continue from the checkpoint"
-        scontrol requeue "$SLURM_JOB_ID" || echo "scontrol could not requeue it: submit it again" >&2
-    fi
-    return "$code"
+    _cds_requeue "$cds_code"
+    return "$cds_code"
 }
 
 cds_evaluate() {
@@ -129,7 +153,14 @@ cds_evaluate() {
     shift
     [ -z "${cds_dry_run:-}" ] || return 0
     _cds_options "$@"
-    "$PYTHON" "$CLUSTER_DS_HOME/eval/run.py" --recipe "$recipe" "${cds_options[@]}"
+    cds_logs="" cds_told=""
+    # What is answered is kept, so it may end at any time, and all of its processes with it.
+    # shellcheck disable=SC2016
+    _cds_run 'cds_told=1; kill -TERM -- "-$cds_runner" 2>/dev/null' 'cds_told=1; kill -INT -- "-$cds_runner" 2>/dev/null' \
+        "$PYTHON" "$CLUSTER_DS_HOME/eval/run.py" --recipe "$recipe" "${cds_options[@]}"
+    [ -z "$cds_told" ] || [ "$cds_code" -eq 0 ] || cds_code=75
+    _cds_requeue "$cds_code"
+    return "$cds_code"
 }
 
 # Those of a job's arguments that say what and where the run is, in the array `cds_options`.

@@ -25,7 +25,7 @@ def run(recipe: Recipe, output_dir: Path, ranks: Ranks, args: argparse.Namespace
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "--preview", type=int, default=0, metavar="N", help="print N samples with their supervised tokens marked, and stop"
     )

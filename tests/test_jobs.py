@@ -3,6 +3,7 @@
 import os
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -185,3 +186,34 @@ def test_several_nodes_are_started_by_srun_from_the_allocation(tmp_path):
     assert f"--no_ssh --hostfile {hostfile} --master_addr n1 --enable_each_rank_log {hostfile.parent} --master_port 32345" in line
     assert line.index("--master_port") < line.index("launch/train.py --recipe magicoder_7b")
     assert "note: 8 devices where the recipe names 4: 8 ranks x 4 samples x 16 micro-batches" in text
+
+
+def test_a_dry_run_outside_of_a_job_is_about_the_recipes_devices(tmp_path):
+    code, text = bash(RECIPES_DIR / "magicoder_7b.sh", "--dry_run", cwd=ROOT, CUDA_VISIBLE_DEVICES="0,1,2")
+    assert code == 0 and "4 ranks x 4 samples x 32 micro-batches" in text, text
+    code, text = bash(RECIPES_DIR / "magicoder_7b.sh", "--dry", cwd=ROOT)
+    assert code != 0 and "unrecognized arguments: --dry" in text
+
+
+EVALUATE = """
+set -euo pipefail
+CLUSTER_DS_HOME={root}
+. "$CLUSTER_DS_HOME/launch/job.sh"
+PYTHON={fake}
+cds_evaluate tiny --output_dir here
+"""
+
+
+def test_usr1_during_the_evaluation_puts_the_job_into_the_queue(tmp_path):
+    """An evaluation keeps its answers, so it is ended and the job starts again."""
+    fake = commands(tmp_path / "bin", python="#!/bin/sh\necho STARTED $*\nsleep 60\n", scontrol=SCONTROL)
+    script = tmp_path / "job"
+    script.write_text(EVALUATE.format(root=ROOT, fake=f"{fake}/python"))
+    environment = {**os.environ, "PATH": f"{fake}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    job = subprocess.Popen(["bash", str(script)], stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path)
+    assert job.stdout.readline() == f"STARTED {ROOT}/eval/run.py --recipe tiny --output_dir here\n"
+    job.send_signal(signal.SIGUSR1)
+    text, _ = job.communicate(timeout=20)
+    assert job.returncode == 75 and "SCONTROL requeue 7" in text
+    (tmp_path / "bin" / "python").write_text("#!/bin/sh\nexit 3\n")
+    assert subprocess.run(["bash", str(script)], env=environment, cwd=tmp_path).returncode == 3

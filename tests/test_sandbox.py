@@ -75,6 +75,15 @@ HOSTILE = {
         "        if 'result' in names and 'check_program' in names:\n            names['result'].append('passed')\n            posix._exit(0)\n"
         "        frame = frame.f_back\n"
     ),
+    "writing its verdict unless the expectation looks odd": (
+        "    import sys\n    frame = sys._getframe()\n    while frame:\n        names = frame.f_locals\n"
+        "        if 'expected' in names and type(names['expected'][names['i']]) is int:\n"
+        "            return names['expected'][names['i']] if x > 10**6 else -1\n        frame = frame.f_back\n"
+    ),
+    "a namespace by clone": (
+        "    import ctypes\n    libc = ctypes.CDLL(None)\n    if libc.syscall(56, 0x10000011, 0, 0, 0, 0) < 0: raise OSError\n" + ANSWER
+    ),
+    "an io_uring": "    import ctypes\n    if ctypes.CDLL(None).syscall(425, 4, ctypes.create_string_buffer(120)) < 0: raise OSError\n" + ANSWER,
     "a namespace of its own": "    import ctypes\n    if ctypes.CDLL(None).unshare(0x10000000): raise OSError\n" + ANSWER,
     "leaving the interpreter": "    raise SystemExit(0)\n",
 }
@@ -149,6 +158,7 @@ def test_hostile_solutions_are_contained_and_fail(outside, tmp_path, monkeypatch
     assert got["forging its verdict in the checker's frames"].reason == "forged"
     if engine == "evalplus":
         assert got["an answer that equals everything"].reason == "forged"
+    assert got["leaving at once"].reason == "died"
     time.sleep(0.2)
     left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
     assert left == []
@@ -157,7 +167,7 @@ def test_hostile_solutions_are_contained_and_fail(outside, tmp_path, monkeypatch
 def test_the_sandbox_sees_nothing_of_ours():
     require_sandbox()
     with Sandbox() as sandbox:
-        seen = sandbox.call("probe", limit_s=30).value
+        seen = sandbox.call("probe", limit_s=30, canary=None).value
     assert seen["uid"] != 0 and seen["pid"] == 1 and set(seen["networks"]) <= {"lo"}
     assert "work" not in seen["files"] and "etc" not in seen["files"]
 
@@ -174,6 +184,18 @@ def test_a_machine_without_namespaces_is_refused_before_anything_is_generated(mo
     )
     assert done.returncode != 0
     assert "no sandbox for generated code here" in done.stderr and "--i_accept_unsandboxed_execution" in done.stderr
+
+
+def test_a_checker_that_does_not_work_here_is_refused(tmp_path):
+    """Its own canonical solution fails: a wrong problems file, or a sandbox that starves the checks."""
+    problems = problems_of("human_eval", tmp_path)
+    problems.by_id["X/0"]["canonical_solution"] = "    return x\n"
+    with pytest.raises(ValueError, match="X/0: its canonical solution does not pass here"):
+        score(problems, {"X/0": {"completion": ANSWER}}, base_only=True, num_workers=1, isolated=True)
+    problems = problems_of("evalplus", tmp_path)
+    problems.by_id["X/0"]["canonical_solution"] = "    return nowhere\n"
+    with pytest.raises(ValueError, match="X/0: evalplus in the sandbox: NameError"):
+        score(problems, {"X/0": {"completion": ANSWER}}, base_only=True, num_workers=1, isolated=True)
 
 
 def test_without_a_sandbox_limits_still_hold(tmp_path, outside):

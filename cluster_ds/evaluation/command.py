@@ -10,6 +10,7 @@ from typing import Any
 
 from ..files import is_disk_full
 from ..hub import offline
+from ..recipe import positive
 from .code import evaluate_code
 from .generation import GenerationConfig
 from .medical import TASKS, MedicalConfig, choose_tasks, evaluate_medical
@@ -17,13 +18,15 @@ from .problems import Benchmark, fetch_problems, find_problems, load_problems
 from .results import default_output_dir, resolve_model_folder, template_of
 from .sandbox import ACCEPT
 
+_BATCH_SIZES = {"humaneval": 16, "mbpp": 24, "medqa": 16}  # the first two as Magicoder's authors had them
+
 
 def refusing(work: Callable[[], Any]) -> None:
     """Run a command; what a user can mend becomes one message and exit code 2."""
     try:
         work()
     except KeyboardInterrupt:
-        print("interrupted: the same command continues from what is finished", file=sys.stderr)
+        print("interrupted: the answers that are written are kept, the same command goes on from them", file=sys.stderr)
         sys.exit(130)
     except (ValueError, OSError) as error:
         full = f"the disk is full ({error}): free space and run the same command again"
@@ -33,17 +36,17 @@ def refusing(work: Callable[[], Any]) -> None:
 
 def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments that every evaluation has."""
-    parser.add_argument("--limit", type=_positive, metavar="N", help="the first N questions alone")
-    parser.add_argument("--batch_size", type=_positive, default=16, help="prompts of one forward pass (16)")
+    parser.add_argument("--limit", type=positive, metavar="N", help="the first N questions alone")
+    parser.add_argument("--batch_size", type=positive, help="prompts of one forward pass (16; MBPP 24)")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"), help="of the weights")
-    parser.add_argument("--num_workers", type=_positive, metavar="N", help="processes; default: one a visible GPU, or one")
+    parser.add_argument("--num_workers", type=positive, metavar="N", help="processes; default: one a visible GPU, or one")
 
 
 def add_code_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of HumanEval and MBPP."""
     parser.add_argument("--template", choices=("magicoder", "alpaca", "chat", "plain"), help="default: that of the training")
-    parser.add_argument("--max_new_tokens", type=_positive, default=512, help="of an answer (512)")
-    parser.add_argument("--score_workers", type=_positive, metavar="N", help="checks at a time; default: half of the cores")
+    parser.add_argument("--max_new_tokens", type=positive, default=512, help="of an answer (512)")
+    parser.add_argument("--score_workers", type=positive, metavar="N", help="checks at a time; default: half of the cores")
     parser.add_argument("--base_only", action="store_true", help="without EvalPlus's extra tests")
     parser.add_argument(
         ACCEPT, action="store_true", dest="unsandboxed",
@@ -65,8 +68,8 @@ def run_code(args: argparse.Namespace, benchmark: Benchmark, model: Path | None,
     config = None
     if model is not None:
         config = GenerationConfig(
-            template=template_of(model, args.template), max_new_tokens=args.max_new_tokens, batch_size=args.batch_size,
-            dtype=args.dtype, num_workers=args.num_workers,
+            template=template_of(model, args.template), max_new_tokens=args.max_new_tokens,
+            batch_size=args.batch_size or _BATCH_SIZES[benchmark], dtype=args.dtype, num_workers=args.num_workers,
         )
         output_dir = output_dir or default_output_dir(model, _folder_name(benchmark, args.limit))
     samples: Path | None = getattr(args, "samples", None)
@@ -82,15 +85,17 @@ def run_medical(args: argparse.Namespace, model: Path, output_dir: Path | None =
     tasks = choose_tasks(args.tasks.split(",")) if getattr(args, "tasks", None) else TASKS
     config = MedicalConfig(
         tasks=tasks, data_dir=getattr(args, "data_dir", None), limit=args.limit,
-        max_length=getattr(args, "max_length", None), batch_size=args.batch_size, dtype=args.dtype,
-        num_workers=args.num_workers,
+        max_length=getattr(args, "max_length", None), batch_size=args.batch_size or _BATCH_SIZES["medqa"],
+        dtype=args.dtype, num_workers=args.num_workers,
     )
     evaluate_medical(model, config, output_dir or default_output_dir(model, _folder_name("medqa", args.limit)))
 
 
 def code_main() -> None:
     """`eval/code_benchmarks.py BENCHMARK MODEL`."""
-    parser = argparse.ArgumentParser(description="HumanEval(+) or MBPP(+) of a model, or of answers that are there")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description="HumanEval(+) or MBPP(+) of a model, or of answers that are there"
+    )
     parser.add_argument("benchmark", choices=("humaneval", "mbpp"))
     parser.add_argument("model", nargs="?", metavar="MODEL", help="folder of a model or of a run, hub id, or embedded:NAME")
     parser.add_argument("--samples", type=Path, metavar="FILE", help="score these answers, in EvalPlus's form")
@@ -111,11 +116,13 @@ def code_main() -> None:
 
 def medical_main() -> None:
     """`eval/medical_benchmarks.py MODEL`."""
-    parser = argparse.ArgumentParser(description="MedQA, MedMCQA, PubMedQA and MMLU's medical subjects of a model")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description="MedQA, MedMCQA, PubMedQA and MMLU's medical subjects of a model"
+    )
     parser.add_argument("model", metavar="MODEL", help="folder of a model or of a run, hub id, or embedded:NAME")
     parser.add_argument("--tasks", metavar="A,B", help=f"default: all of {', '.join(TASKS)}")
     parser.add_argument("--data_dir", metavar="DIR", help="of local medqa*, medmcqa*, pubmedqa*, mmlu* .jsonl")
-    parser.add_argument("--max_length", type=_positive, metavar="TOKENS", help="window; default: the model's positions")
+    parser.add_argument("--max_length", type=positive, metavar="TOKENS", help="window; default: the model's positions")
     parser.add_argument("--output_dir", type=Path, help="default: eval/medqa in the model's run, or runs/eval/MODEL/medqa")
     add_shared_arguments(parser)
     args = parser.parse_args()
@@ -124,10 +131,3 @@ def medical_main() -> None:
 
 def _folder_name(benchmark: str, limit: int | None) -> str:
     return benchmark if limit is None else f"{benchmark}_first_{limit}"
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value

@@ -15,12 +15,13 @@ import transformers
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from ..files import read_json, write_json, write_text
+from ..files import write_text
 from ..memory import is_out_of_memory
 from ..models import load_tokenizer, model_hash, pad_token_id, text_config
 from ..templates import get_template
 from ..tokens import prompt_tokens, tokenizer_hash
 from .problems import Problems, cut, prompt_of
+from .results import require_same
 from .workers import run_parallel
 
 SAMPLES, SETTINGS = "samples.jsonl", "generation.json"
@@ -110,22 +111,13 @@ def _sample(problems: Problems, task: str, text: str, finished: bool) -> dict[st
 
 def _resume(samples: Path, settings_file: Path, settings: dict[str, Any]) -> set[str]:
     samples.parent.mkdir(parents=True, exist_ok=True)
-    if samples.is_file() and settings_file.is_file():
-        then = read_json(settings_file)
-        different = [f"{k}: then {then.get(k)!r}, now {v!r}" for k, v in settings.items() if then.get(k) != v]
-        if different:
-            raise ValueError(
-                f"{samples} holds answers that were made otherwise:\n  "
-                + "\n  ".join(text if len(text) < 200 else text[:200] + "..." for text in different)
-                + "\nchoose another --output_dir, or delete it"
-            )
-        found = read_samples(samples)
-        write_text(samples, "".join(json.dumps(sample) + "\n" for sample in found.values()))
-        return set(found)
-    if samples.is_file():
+    found = read_samples(samples)
+    if found and not settings_file.is_file():
         raise ValueError(f"{samples} is there without {settings_file.name}, so it is not ours: choose another --output_dir")
-    write_json(settings_file, settings)
-    return set()
+    require_same(settings_file, settings, started=bool(found))
+    if found:
+        write_text(samples, "".join(json.dumps(sample) + "\n" for sample in found.values()))
+    return set(found)
 
 
 def _require_window(prompts: dict[str, list[int]], max_new_tokens: int, config: Any) -> None:
@@ -181,7 +173,7 @@ def _answer(
             if not is_out_of_memory(error):
                 raise
             raise ValueError(
-                f"out of memory: lower --batch_size from {config.batch_size}, in another --output_dir ({error})"
+                f"out of memory: lower --batch_size from {config.batch_size}; what is answered is kept ({error})"
             ) from None
         new = out[:, width:].tolist()
         texts = [_until(row, ends) for row in new]

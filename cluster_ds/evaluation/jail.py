@@ -19,7 +19,6 @@ import os
 import resource
 import select
 import signal
-import site
 import struct
 import sys
 import time
@@ -42,16 +41,17 @@ _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _SET_SECCOMP, _FILTER_MODE = 22, 2
 # What a check's processes may not call: signals to others, their memory, more namespaces and mounts.
 _FORBIDDEN = {
-    "x86_64": (62, 200, 234, 424, 101, 310, 311, 165, 166, 272, 308, 321, 155, 161),
-    "aarch64": (129, 130, 131, 424, 117, 270, 271, 40, 39, 97, 268, 280, 41, 51),
-}  # kill, tkill, tgkill, pidfd_send_signal, ptrace, process_vm_readv and writev, mount, umount2, unshare, setns, bpf,
-#    pivot_root, chroot
+    "x86_64": (62, 200, 234, 101, 310, 311, 165, 166, 272, 308, 321, 155, 161, *range(424, 434), 442),
+    "aarch64": (129, 130, 131, 117, 270, 271, 40, 39, 97, 268, 280, 41, 51, *range(424, 434), 442),
+}  # kill, tkill, tgkill, ptrace, process_vm_readv and writev, mount, umount2, unshare, setns, bpf, pivot_root, chroot;
+#    pidfd_send_signal, io_uring's three, the newer mount calls
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _NOBODY, _INSIDE = 65534, 1000
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 _TMP_BYTES, _FILE_BYTES, _MAX_PROCESSES, _ANSWER_BYTES = 128 << 20, 64 << 20, 64, 64 << 20
-_POLL_S = 0.05
+_POLL_S = 0.1
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -109,15 +109,17 @@ def _supervise(functions: Any, request: dict[str, Any], isolated: bool) -> dict[
 def _resident_bytes(pid: int) -> int:
     """Memory of a process and all below it; in its pid namespace orphans stay below."""
     total = 0
-    try:
-        root = psutil.Process(pid)
-        for process in [root, *root.children(recursive=True)]:
-            try:
-                total += process.memory_info().rss
-            except psutil.Error:
-                continue
-    except psutil.Error:
-        pass
+    waiting = [pid]
+    while waiting:
+        number = waiting.pop()
+        try:
+            with open(f"/proc/{number}/statm") as file:
+                total += int(file.read().split()[1]) * _PAGE_BYTES
+            for thread in os.listdir(f"/proc/{number}/task"):
+                with open(f"/proc/{number}/task/{thread}/children") as file:
+                    waiting += map(int, file.read().split())
+        except (OSError, ValueError):  # it has ended meanwhile
+            continue
     return total
 
 
@@ -205,6 +207,10 @@ def _enter_namespaces(answer: int) -> None:
         os.close(answer)
         os.waitpid(first, 0)
         os._exit(0)
+    try:
+        _write("/proc/sys/user/max_user_namespaces", "0")  # of those within this one
+    except OSError:
+        pass
     _build_root()
     for capability in range(64):
         _libc.prctl(_PR_BOUNDING_DROP, capability)  # EINVAL beyond the kernel's last
@@ -240,12 +246,13 @@ def _start_mapper() -> Callable[[], None]:
 
 def _visible_folders() -> list[str]:
     """Folders that the interpreter and its packages need, none inside another."""
-    python = [sys.prefix, sys.base_prefix, *site.getsitepackages()]
-    for variable in ("PYTHONPATH", "LD_LIBRARY_PATH"):
-        python += os.environ.get(variable, "").split(os.pathsep)
-    if site.ENABLE_USER_SITE:
-        python.append(site.getusersitepackages())
+    checkout = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    python = [sys.prefix, sys.base_prefix, *sys.path, *os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)]
     found = sorted({os.path.abspath(path) for path in (*_SYSTEM, *python) if path and os.path.isdir(path)})
+    home = os.path.expanduser("~")
+    # Packages may stand anywhere, as a .pth file or PYTHONPATH has it; but never the whole home, nor our own checkout.
+    found = [p for p in found if not f"{home}/".startswith(f"{p.rstrip('/')}/") and p != checkout]
+    found = [p for p in found if not p.startswith(f"{checkout}/cluster_ds")]
     return [path for path in found if not any(path.startswith(other + "/") for other in found)]
 
 

@@ -21,12 +21,12 @@ import yaml
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from ..files import read_json, write_json, write_text
+from ..files import read_json, write_text
 from ..memory import is_out_of_memory
 from ..models import load_tokenizer, model_hash, text_config
 from ..sources import BadRow, read_rows
 from ..tokens import tokenizer_hash
-from .results import print_results, share, write_results
+from .results import print_results, require_same, share, write_results
 from .workers import run_parallel
 
 TASKS_DIR = Path(__file__).resolve().parent.parent.parent / "eval" / "tasks"
@@ -112,7 +112,8 @@ def evaluate_medical(model: Path, config: MedicalConfig, output_dir: Path) -> di
         **{k: v for k, v in asdict(config).items() if k not in ("num_workers", "tasks")}, "max_length": window,
         "model_hash": model_hash(model), "tokenizer_hash": tokenizer_hash(load_tokenizer(model)),
     }
-    _require_same(output_dir, settings)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    require_same(output_dir / SETTINGS, settings, started=any(output_dir.glob("*.jsonl")))
     done = {task: _read_answers(output_dir / f"{task}.jsonl", len(rows)) for task, rows in questions.items()}
     pieces = [
         (task, first, questions[task][first : first + _CHUNK])
@@ -186,7 +187,10 @@ def load_questions(task: str, data_dir: str | None) -> list[dict[str, Any]]:
     for number, row in enumerate(rows):
         if isinstance(row.value, BadRow) or not isinstance(row.value, dict):
             raise ValueError(f"{source} {row.place}: {row.value if isinstance(row.value, BadRow) else 'not an object'}")
-        fields = _as_lm_eval(task, row.value)
+        try:
+            fields = _as_lm_eval(task, row.value)
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"{source} {row.place}: {error}") from None
         if fields is None:
             continue
         missing = [name for name in _FIELDS[kind] if fields.get(name) is None]
@@ -213,9 +217,15 @@ def _as_lm_eval(task: str, row: dict[str, Any]) -> dict[str, Any] | None:
             "CONTEXTS": row.get("CONTEXTS", context.get("contexts")), "final_decision": row.get("final_decision"),
         }
         fields["PMID"] = str(fields["PMID"]) if fields["PMID"] is not None else None
-    for name in ("label", "cop", "answer"):
-        if fields.get(name) is not None:
-            fields[name] = int(str(fields[name]))
+    if task == "pubmedqa":
+        if fields["final_decision"] not in ("yes", "no", "maybe"):
+            raise ValueError(f"final_decision is {fields['final_decision']!r}: yes, no or maybe")
+        return fields
+    name = {"medqa": "label", "medmcqa": "cop"}.get(task, "answer")
+    text = str(fields.get(name))
+    if text not in ("0", "1", "2", "3"):
+        raise ValueError(f"{name} is {text}: the right choice is counted from 0 to 3")
+    fields[name] = int(text)
     return fields
 
 
@@ -242,19 +252,6 @@ def _official(questions: list[dict[str, Any]], source: str) -> list[dict[str, An
 
 def _window(model: Path) -> int:
     return int(getattr(text_config(model), "max_position_embeddings", 2048))
-
-
-def _require_same(output_dir: Path, settings: dict[str, Any]) -> None:
-    output_dir.mkdir(parents=True, exist_ok=True)
-    path = output_dir / SETTINGS
-    then = read_json(path) if path.is_file() else settings
-    different = [f"{k}: then {then.get(k)!r}, now {v!r}" for k, v in settings.items() if then.get(k) != v]
-    if different:
-        raise ValueError(
-            f"{output_dir} holds another evaluation:\n  " + "\n  ".join(different)
-            + "\nchoose another --output_dir, or delete it"
-        )
-    write_json(path, settings)
 
 
 def _read_answers(path: Path, number: int) -> list[dict[str, Any]] | None:
@@ -293,7 +290,8 @@ def _score(
 
     folder, window, config = shared
     lm = HFLM(
-        pretrained=folder, dtype=config.dtype, device=str(device), batch_size=config.batch_size, max_length=window
+        pretrained=folder, tokenizer=load_tokenizer(Path(folder)), dtype=config.dtype, device=str(device),
+        batch_size=config.batch_size, max_length=window,
     )
     for name, first, questions in pieces:
         try:
@@ -303,7 +301,9 @@ def _score(
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            raise ValueError(f"out of memory: lower --batch_size from {config.batch_size} ({error})") from None
+            raise ValueError(
+                f"out of memory: lower --batch_size from {config.batch_size}; finished tasks are kept ({error})"
+            ) from None
         assert found is not None
         samples = sorted(found["samples"][name], key=lambda sample: sample["doc_id"])
         yield name, first, [_answer(lm, sample, window) for sample in samples]

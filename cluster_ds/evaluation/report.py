@@ -14,7 +14,8 @@ def report(runs: list[str], output: Path | None = None) -> str:
     """Merge the results of runs.
 
     Args:
-        runs: "[LABEL=]FOLDER"; without a label it is the recipe's name. Every results.json below FOLDER is read.
+        runs: "[LABEL=]FOLDER"; without a label it is the recipe's name, or the folder's. Every results.json below FOLDER is
+            read. Under one label stand runs of one recipe that differ in their seeds alone.
         output: a file for the table.
     Returns:
         the table, which is printed too.
@@ -23,10 +24,14 @@ def report(runs: list[str], output: Path | None = None) -> str:
     """
     groups: dict[str, list[dict[str, Any]]] = {}
     for text in runs:
-        label, equals, folder = text.rpartition("=")
+        label, equals, folder = text.partition("=")
+        if not equals or Path(text).expanduser().is_dir():  # a folder may be called ratio=0.5
+            label, folder = "", text
         results = _read(Path(folder).expanduser())
-        name = label if equals else next((r["recipe"]["name"] for r in results if r.get("recipe")), Path(folder).name)
+        name = label or next((r["recipe"]["name"] for r in results if r.get("recipe")), Path(folder).name)
         groups.setdefault(name, []).append(_merge(results, folder))
+    for name, group in groups.items():
+        _require_alike(name, group)
     names = list(dict.fromkeys(score for group in groups.values() for run in group for score in run["scores"]))
     lines = [
         "| | runs | " + " | ".join(f"{name} (n = {_number(groups, name)})" for name in names) + " |",
@@ -46,7 +51,28 @@ def _read(folder: Path) -> list[dict[str, Any]]:
     files = sorted(folder.rglob(RESULTS)) if folder.is_dir() else []
     if not files:
         raise ValueError(f"{folder} holds no {RESULTS}: run eval/run.py --recipe NAME, or the scripts in eval/, first")
-    return [{**read_json(file), "file": str(file)} for file in files]
+    found = []
+    for file in files:
+        try:
+            result = read_json(file)
+            result["scores"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} is damaged ({error}): run that evaluation again") from None
+        found.append(result)
+    return found
+
+
+def _require_alike(name: str, group: list[dict[str, Any]]) -> None:
+    """Refuse to average runs that are more than seeds of one thing."""
+    for kind in ("recipe", "how"):
+        values = [run[kind] for run in group]
+        different = next((value for value in values if value != values[0]), None)
+        if different is not None:
+            keys = sorted(k for k in {**values[0], **different} if values[0].get(k) != different.get(k))
+            raise ValueError(
+                f"the runs called {name} differ in {', '.join(keys)}, so they are no seeds of one thing: give them labels, "
+                "LABEL=FOLDER"
+            )
 
 
 def _merge(results: list[dict[str, Any]], folder: str) -> dict[str, Any]:
@@ -59,7 +85,16 @@ def _merge(results: list[dict[str, Any]], folder: str) -> dict[str, Any]:
                     f"{folder} holds {name} twice ({scores[name]['n']} and {score['n']} questions): name the folder of one"
                 )
             scores[name] = score
-    return {"scores": scores, "notes": [note for result in results for note in result.get("notes", [])]}
+    recipe = next((r["recipe"] for r in results if r.get("recipe")), None) or {}
+    plain = {f"{s}.{k}": v for s, keys in recipe.items() if isinstance(keys, dict) for k, v in keys.items() if k != "seed"}
+    how: dict[str, Any] = {}
+    for result in results:
+        generation = result.get("generation") or {}
+        told = {k: generation.get(k) for k in ("max_new_tokens", "template")}
+        told |= {"engine": result.get("engine"), "problems": (result.get("problems") or {}).get("md5")}
+        how |= {f"{result.get('benchmark')} {k}": v for k, v in told.items()}
+    notes = [note for result in results for note in result.get("notes", [])]
+    return {"scores": scores, "notes": notes, "recipe": plain, "how": how}
 
 
 def _number(groups: dict[str, list[dict[str, Any]]], name: str) -> str:

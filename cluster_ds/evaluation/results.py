@@ -12,7 +12,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from ..files import is_committed, write_json
+from ..files import is_committed, read_json, write_json
 from ..models import model_folder, model_hash
 from ..recipe import ModelSection
 
@@ -89,17 +89,50 @@ def template_of(model: Path, given: str | None) -> str:
     return template
 
 
-def write_results(output_dir: Path, model: Path | None, result: dict[str, Any]) -> dict[str, Any]:
-    """Add what identifies model and software, and write results.json."""
+def write_results(
+    output_dir: Path, model: Path | None, result: dict[str, Any], hash_of_answers: str | None = None
+) -> dict[str, Any]:
+    """Add what identifies model and software, and write results.json.
+
+    Args:
+        output_dir: for the file.
+        model: None for answers that were there already.
+        result: scores and how they came about.
+        hash_of_answers: the hash of the model that such answers are known to be of.
+    """
     recipe = recipe_of(model) if model is not None else {}
     whole = {
         **result, "model": str(model) if model is not None else None,
-        "model_hash": model_hash(model) if model is not None else None, "recipe": recipe or None,
+        "model_hash": model_hash(model) if model is not None else hash_of_answers, "recipe": recipe or None,
         "versions": {"python": sys.version.split()[0], **{p: v for p in _PACKAGES if (v := _version(p))}},
     }
     output_dir.mkdir(parents=True, exist_ok=True)
     write_json(output_dir / RESULTS, whole)
     return whole
+
+
+def require_same(path: Path, settings: dict[str, Any], *, started: bool) -> None:
+    """Keep what answers in a folder were made with; other answers may not join them.
+
+    Args:
+        path: the settings' file in the folder.
+        settings: of now. Another batch size is a note: it changes a few answers in bf16 at most.
+        started: whether answers are there.
+    Raises:
+        ValueError: naming what differs.
+    """
+    then = read_json(path) if started and path.is_file() else settings
+    changed = [k for k, v in settings.items() if then.get(k) != v and k != "batch_size"]
+    different = [f"{k}: then {then.get(k)!r}, now {settings[k]!r}" for k in changed]
+    if different:
+        raise ValueError(
+            f"{path.parent} holds answers that were made otherwise:\n  "
+            + "\n  ".join(text if len(text) < 200 else text[:200] + "..." for text in different)
+            + f"\nmove {path.parent} away, or choose another --output_dir"
+        )
+    if then["batch_size"] != settings["batch_size"]:
+        print(f"[eval] note: batch_size changed from {then['batch_size']} to {settings['batch_size']}", flush=True)
+    write_json(path, settings)
 
 
 def print_results(result: dict[str, Any], output_dir: Path) -> None:

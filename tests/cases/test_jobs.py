@@ -18,6 +18,7 @@ pytestmark = pytest.mark.distributed
 JOB = ("--set", "train.epochs=1", "--set", "evaluate.held_out=null")
 
 
+@pytest.mark.slow
 def test_S08_two_trainings_on_one_machine(tmp_path):
     outputs = [tmp_path / name for name in ("side_a", "side_b")]
     jobs = [start_job(output, *JOB, port=None) for output in outputs]

@@ -34,6 +34,7 @@ def test_an_existing_loop():
     assert len(losses(run("plain_loop.py"), "on this rank's")) == 320 // 16
 
 
+@pytest.mark.slow
 def test_what_becomes_of_an_existing_loop():
     text = run("cluster_loop.py")
     samples, kept = re.search(r"(\d+) samples in 4 clusters.*?kept (\d+)", text, re.DOTALL).groups()

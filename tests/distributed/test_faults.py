@@ -80,7 +80,8 @@ def test_sigterm_to_the_launcher(unbroken):
     then_as_unbroken(output, unbroken)
 
 
-@pytest.mark.parametrize("which", ["runner", pytest.param("launcher", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["runner", "launcher"])
 def test_kill_9_of_the_launcher_leaves_no_process(unbroken, which):
     output = unbroken.parent / f"kill_{which}"
     job = start_job(output, *JOB)
