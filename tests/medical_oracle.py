@@ -2,7 +2,8 @@
 
     python tests/medical_oracle.py MODEL DATA_DIR LIMIT EVALUATION_FOLDER
 
-compares a finished evaluation (eval/medqa.sh ... --limit LIMIT --output_dir EVALUATION_FOLDER) question by question.
+compares a finished evaluation (eval/medqa.sh ... --limit LIMIT --dtype float32 --output_dir EVALUATION_FOLDER) question by
+question. In bfloat16 a batch's padding alone moves log-likelihoods by some tenths, so compare in float32.
 """
 
 import json
@@ -57,15 +58,16 @@ def log_likelihoods(model_folder: Path, data: Path, limit: int) -> dict[str, lis
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype="auto").eval()
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     out: dict[str, list[tuple[list[float], int]]] = {}
     for task, found in questions(data, limit).items():
         for prompt, choices, right in found:
-            values = []
+            values, last, logits = [], None, torch.empty(0)
             for choice in choices:
                 whole = tokenizer(prompt + choice)["input_ids"]
                 first = len(tokenizer(prompt)["input_ids"])
-                logits = model(torch.tensor([whole[:-1]])).logits[0].float().log_softmax(-1)
+                if whole[:-1] != last:  # choices of one token share the prompt
+                    last, logits = whole[:-1], model(torch.tensor([whole[:-1]])).logits[0].log_softmax(-1)
                 values.append(sum(float(logits[i - 1, whole[i]]) for i in range(first, len(whole))))
             out.setdefault(task, []).append((values, right))
     return out
