@@ -48,6 +48,10 @@ _cds_launcher() {
         cds_logs="$PWD/logs/$SLURM_JOB_ID"
         mkdir -p "$cds_logs"
         scontrol show hostnames "$SLURM_JOB_NODELIST" | sed "s/$/ slots=$devices/" > "$cds_logs/hostfile"
+        if [ ! -s "$cds_logs/hostfile" ]; then # errexit does not hold in here
+            echo "error: scontrol names no hosts of SLURM_JOB_NODELIST=${SLURM_JOB_NODELIST:-}" >&2
+            return 2
+        fi
         first="$(head -n 1 "$cds_logs/hostfile" | cut -d ' ' -f 1)"
         # Only the first node runs this script, whose end its ranks watch for.
         # shellcheck disable=SC2016 # the node's own shell expands it
@@ -136,7 +140,7 @@ cds_train() {
     # The launcher would kill its ranks; rank 0, maybe on another node, looks for this file instead.
     cds_stop_file="$PWD"
     [ -w "$cds_stop_file" ] || cds_stop_file="${TMPDIR:-/tmp}" # else nothing could stop the job; seen by this node alone
-    cds_stop_file="$(mktemp -u "$cds_stop_file/.cluster_ds_stop.XXXXXX")"
+    cds_stop_file="$(mktemp -u "$cds_stop_file/.cluster_ds_stop.XXXXXX")" # a name alone: that the file is there is the message
     export CLUSTER_DS_JOB_PID=$$ # ranks on this node leave when this script has gone
     # shellcheck disable=SC2016 # expanded when the traps run
     _cds_run ': >> "$cds_stop_file"' '[ ! -e "$cds_stop_file" ] || echo now >> "$cds_stop_file"; : >> "$cds_stop_file"' \

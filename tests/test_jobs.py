@@ -40,9 +40,7 @@ def commands(folder: Path, **scripts: str) -> str:
 
 
 def test_shellcheck_passes():
-    shellcheck = shutil.which("shellcheck") or str(Path(sys.executable).parent / "shellcheck")
-    if not Path(shellcheck).is_file():
-        pytest.skip("shellcheck is not installed")
+    shellcheck = shutil.which("shellcheck") or str(Path(sys.executable).parent / "shellcheck")  # the tests' own set-up brings it
     scripts = [*ROOT.glob("launch/*.sh"), *ROOT.glob("recipes/*.sh"), *ROOT.glob("eval/*.sh"), *ROOT.glob("tests/*.sh"), ROOT / ".ci/run"]
     assert len(scripts) > 14
     done = subprocess.run([shellcheck, "-x", "-P", str(ROOT), "--severity=style", *map(str, scripts)], capture_output=True, text=True)
@@ -167,6 +165,15 @@ def test_what_is_missing_is_said_before_the_launcher_is_started(tmp_path):
     )
     assert code == 2 and "LAUNCHED" not in text and "Traceback" not in text
     assert "recipe magicoder_7b cannot run here" in text and "MbppPlus-v0.2.0.jsonl" in text
+
+
+def test_an_allocation_without_hosts_is_refused(tmp_path):
+    first = commands(tmp_path / "bin", deepspeed=FAKE.read_text(), scontrol="#!/bin/sh\nexit 1\n", srun=SRUN)
+    code, text = bash(
+        RECIPES_DIR / "tiny.sh", "--output_dir", str(tmp_path / "run"), cwd=tmp_path, first=first, SLURM_JOB_ID="1",
+        SLURM_JOB_NUM_NODES="2", SLURM_JOB_NODELIST="n[1-2]",
+    )
+    assert code == 2 and "error: scontrol names no hosts of SLURM_JOB_NODELIST=n[1-2]" in text and "SRUN" not in text
 
 
 SCONTROL = '#!/bin/sh\n[ "$1 $2" = "show hostnames" ] && printf "n1\\nn2\\n" && exit\necho "SCONTROL $*"\n'

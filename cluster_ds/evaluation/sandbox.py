@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,9 +100,12 @@ def require_sandbox(warm: tuple[str, ...] = ()) -> None:
     Raises:
         ValueError: with the remedies.
     """
+    canary: AbstractContextManager[Any] = nullcontext()
+    with suppress(OSError):  # a home that cannot be written to: nothing to look for
+        canary = tempfile.NamedTemporaryFile(dir=Path.home(), prefix=".cluster_ds_canary_")
     try:
-        with tempfile.NamedTemporaryFile(dir=Path.home(), prefix=".cluster_ds_canary_") as file, Sandbox(warm) as sandbox:
-            seen = sandbox.call("probe", limit_s=60, canary=file.name).value
+        with canary as file, Sandbox(warm) as sandbox:
+            seen = sandbox.call("probe", limit_s=60, canary=None if file is None else file.name).value
     except SandboxError as error:
         raise ValueError(
             f"no sandbox for generated code here ({error}): it needs unprivileged user, pid, mount and network namespaces. "
@@ -109,9 +113,6 @@ def require_sandbox(warm: tuple[str, ...] = ()) -> None:
             "kernel.apparmor_restrict_unprivileged_userns=0; in a container also a seccomp profile that allows unshare and "
             f"mount), score samples.jsonl on another machine, or take the risk with {ACCEPT}"
         ) from None
-    except OSError:  # a home that cannot be written to: nothing to look for
-        with Sandbox(warm) as sandbox:
-            seen = sandbox.call("probe", limit_s=60, canary=None).value
     if seen is None or seen["uid"] == 0 or seen["pid"] != 1 or set(seen["networks"]) - {"lo"} or seen["canary"]:
         raise ValueError(f"the sandbox for generated code leaks on this machine: a check saw {seen}")
 
