@@ -6,10 +6,12 @@ is a transportation problem, so it has an integral optimum and a dual with one p
 
     max_p  sum_i min_c (D_ic + p_c) - sum_c (hi_c max(p_c, 0) + lo_c min(p_c, 0)).
 
-Two steps: the dual with a smoothed minimum gives prices that are nearly right (scipy's L-BFGS-B, one variable a side of
-each price); shortest augmenting paths on the graph of K clusters and one sink then finish exactly. The returned gap is
-(primal - dual) / primal, a certificate that needs no trust in either step. The method is ours; the oracle in the tests
-is scipy's linprog.
+Three steps. Newton's method on the dual with a smoothed minimum gives nearly right prices from a sample. Under these
+prices only the points whose two cheapest clusters are nearly even, a narrow band, can still change: Newton at low
+temperatures and shortest augmenting paths on the graph of K clusters and one sink solve the band exactly, the rest is held.
+It is held rightly if no two prices have moved against each other by more than the band's width; else the band is widened.
+The returned gap is (primal - dual) / primal over all points, a certificate that needs no trust in any step. The method is
+ours; the oracles in the tests are scipy's linprog and OR-tools' flow.
 """
 
 from __future__ import annotations
@@ -17,13 +19,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import minimize
 
 # Temperatures of the smoothed minimum, as shares of the costs' standard deviation.
-_COLD, _WARM = (0.3, 0.075, 0.02, 0.005), (0.005,)
-_FINAL = (1e-3, 2e-4)
-_SAMPLE = 20_000  # rows that find the rough prices
+_ROUGH, _FINE = (0.3, 0.075, 0.02, 0.005), (0.075, 0.02, 0.005, 1e-3)
+_SAMPLE = 8192  # rows that find the rough prices; more for many clusters
+_FINER = 6  # each further sample is so many times larger
+_BAND = 4096  # points that are solved exactly at first
+_BAND_PER_ERROR = 3  # and so many at a cluster for each point that it has too many or too few
+_WARM_ERROR = 0.02  # of the points: prices that are off by less need no sample
 _COUNT_ERROR = 0.3  # points; what is left is repaired exactly
+_NEWTON_STEPS = 50
+_REACH = 20  # temperatures that a price may move in one step
 
 
 @dataclass(frozen=True)
@@ -68,59 +74,148 @@ def assign(costs: np.ndarray, lo: np.ndarray, hi: np.ndarray, prices: np.ndarray
             f"(the bounds allow {lo.sum()} to {hi.sum()})"
         )
     labels = costs.argmin(axis=1)
-    counts = np.bincount(labels, minlength=len(lo))
-    p = np.zeros(len(lo))
-    if not (np.all(counts >= lo) and np.all(counts <= hi)):
-        p = _repair(costs, _smoothed_prices(costs, lo, hi, prices), lo, hi, labels)
     rows = np.arange(num_points)
-    cost = float(costs[rows, labels].sum())
+    least = costs[rows, labels]
+    counts = np.bincount(labels, minlength=len(lo))
+    if np.all(counts >= lo) and np.all(counts <= hi):
+        return Assignment(labels, np.zeros(len(lo)), float(least.sum()), 0.0, 0)
+    labels, p = _solve(costs, lo, hi, prices)
+    assigned = costs[rows, labels]
+    cost = float(assigned.sum())
     dual = float((costs + p).min(axis=1).sum() - hi @ np.maximum(p, 0) - lo @ np.minimum(p, 0))
-    num_moved = int(np.count_nonzero(costs[rows, labels] > costs.min(axis=1)))
-    return Assignment(labels, p, cost, (cost - dual) / abs(cost) if cost else cost - dual, num_moved)
+    return Assignment(labels, p, cost, (cost - dual) / abs(cost) if cost else cost - dual, int((assigned > least).sum()))
 
 
-def _smoothed_prices(costs: np.ndarray, lo: np.ndarray, hi: np.ndarray, warm: np.ndarray | None) -> np.ndarray:
-    """Near-optimal prices: maximise the smoothed dual at falling temperatures, on a sample first."""
-    scale = float(costs.std())
-    if scale == 0.0:
-        return np.zeros(costs.shape[1])
-    costs = (costs - costs.min(axis=1, keepdims=True)) / scale  # a constant per row changes no assignment
-    stride = max(1, len(costs) // _SAMPLE)
-    sample, share = costs[::stride], len(costs[::stride]) / len(costs)
-    p = np.zeros(costs.shape[1]) if warm is None else warm / scale
-    for level in _COLD if warm is None else _WARM:
-        p = _maximise_dual(sample, lo * share, hi * share, p, level)
-    for level in _FINAL:
-        p = _maximise_dual(costs, lo, hi, p, level)
-    return p * scale
+def _solve(
+    costs: np.ndarray, lo: np.ndarray, hi: np.ndarray, warm: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Optimal labels int64 [N] and the prices float64 [K] that certify them."""
+    num_points, k = costs.shape
+    strides = [max(1, num_points // max(_SAMPLE, 64 * k))]
+    while strides[-1] > _FINER:
+        strides.append(strides[-1] // _FINER)
+    scale = float(costs[:: strides[0]].std())
+    p = np.zeros(k) if warm is None else warm
+    if scale == 0.0 or (warm is not None and _band(costs, lo, hi, p, 0, 0)[-1] < _WARM_ERROR * num_points):
+        strides = []
+    for stride in strides:
+        sample, share = costs[::stride], len(costs[::stride]) / num_points
+        if stride == strides[0]:
+            for level in _ROUGH if warm is None else _ROUGH[2:]:
+                p = _newton(sample, lo * share, hi * share, p, level * scale)
+        else:
+            rows, need, room = _band(sample, lo * share, hi * share, p, _BAND, _BAND_PER_ERROR)[:3]
+            if _can_hold(need, room, len(rows)):
+                p = _newton(sample[rows], need, room, p, _FINE[0] * scale)
+    factor, worst = 1, np.inf
+    while True:
+        band, need, room, labels, width, error = _band(costs, lo, hi, p, factor * _BAND, factor * _BAND_PER_ERROR)
+        if error < worst:
+            best, worst = p, error
+        elif p is not best:  # what the last band led to is farther off than what it began with
+            p, factor = best, 4 * factor
+            continue
+        q = p
+        if _can_hold(need, room, len(band)):
+            inside = costs[band]
+            for level in _FINE if scale > 0 else ():
+                q = _newton(inside, need, room, q, level * scale)
+            found = np.empty(len(band), dtype=np.int64)
+            q = _repair(inside, q, need, room, found)
+            if float(np.ptp(q - p)) <= width:
+                labels[band] = found
+                return labels, q
+        p, factor = q, 4 * factor
 
 
-def _maximise_dual(costs: np.ndarray, lo: np.ndarray, hi: np.ndarray, p: np.ndarray, eps: float) -> np.ndarray:
-    """One temperature; costs above their row's minimum, in standard deviations.
+def _band(
+    costs: np.ndarray, lo: np.ndarray, hi: np.ndarray, p: np.ndarray, size: int, per_error: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float, float]:
+    """The points that prices near `p` may send elsewhere: about `size`, and `per_error` at every cluster for each point that
+    its count is off.
 
-    The two halves of each price are non-negative variables, so that the kink at 0 is a bound. They are counted in
-    temperatures: L-BFGS-B measures convergence by the lesser of gradient and distance to a bound, in the variables' unit.
+    Returns:
+        their rows, the bounds that the others leave for them (the lower ones may be negative), the cheapest cluster of every
+        point under `p`, the margin between a point's two cheapest clusters up to which points are in the band, infinite if
+        all are, and the sum of what the counts are off.
+    """
+    num_points, k = costs.shape
+    adjusted = costs + p
+    rows = np.arange(num_points)
+    labels = adjusted.argmin(axis=1)
+    least = adjusted[rows, labels]
+    adjusted[rows, labels] = np.inf
+    second = adjusted.argmin(axis=1)
+    margin = adjusted[rows, second] - least
+    counts = np.bincount(labels, minlength=k)
+    off = np.abs(counts - np.where(p > 0, hi, np.where(p < 0, lo, np.clip(counts, lo, hi))))
+    size = max(size, int(off.sum()))
+    if size >= num_points:
+        return rows, lo, hi, labels, np.inf, float(off.sum())
+    width = float(np.partition(margin, size)[size])
+    for c in np.flatnonzero(off):
+        near = margin[(labels == c) | (second == c)]
+        wanted = int(per_error * off[c])
+        width = max(width, float(np.partition(near, wanted)[wanted]) if wanted < len(near) else float(margin.max()))
+    band = np.flatnonzero(margin <= width)
+    fixed = counts - np.bincount(labels[band], minlength=k)
+    return band, lo - fixed, hi - fixed, labels, width, float(off.sum())
+
+
+def _can_hold(need: np.ndarray, room: np.ndarray, num_points: int) -> bool:
+    """Whether so many points fit the bounds; the lower ones of a band may be negative."""
+    return bool((room >= 0).all() and np.maximum(need, 0).sum() <= num_points <= room.sum())
+
+
+def _newton(costs: np.ndarray, lo: np.ndarray, hi: np.ndarray, p: np.ndarray, eps: float) -> np.ndarray:
+    """Ascend the smoothed dual at one temperature.
+
+    The dual has a kink at every p_c = 0: a price rests there while its cluster's count is within the bounds, and a step
+    that would change a price's sign stops at 0.
     """
     k = costs.shape[1]
+    by_cluster = np.ascontiguousarray(costs.T)  # [K, n]: sums over clusters run along whole rows
 
-    def negative_dual(x: np.ndarray) -> tuple[float, np.ndarray]:
-        z = (costs / eps + (x[:k] - x[k:])) * -1.0
-        top = z.max(axis=1, keepdims=True)
-        np.exp(z - top, out=z)
-        total = z.sum(axis=1, keepdims=True)
+    def dual(p: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+        z = by_cluster + p[:, None]
+        least = z.min(axis=0)
+        z -= least
+        z *= -1.0 / eps
+        np.exp(z, out=z)
+        total = z.sum(axis=0)
         z /= total
-        counts = z.sum(axis=0)
-        value = -(np.log(total) + top).sum() - hi @ x[:k] + lo @ x[k:]
-        return -value, np.concatenate([hi - counts, counts - lo])
+        value = float((least - eps * np.log(total)).sum() - hi @ np.maximum(p, 0) - lo @ np.minimum(p, 0))
+        return value, z.sum(axis=1), z
 
-    # No useful price exceeds the costs' range; the bound stops a drift where equal shifts of all prices change nothing.
-    limit = float(costs.max()) / eps
-    start = np.minimum(np.concatenate([np.maximum(p, 0), np.maximum(-p, 0)]) / eps, limit)
-    found = minimize(
-        negative_dual, start, jac=True, method="L-BFGS-B", bounds=[(0, limit)] * (2 * k),
-        options={"maxiter": 100, "ftol": 1e-14, "gtol": _COUNT_ERROR},
-    )
-    return (found.x[:k] - found.x[k:]) * eps
+    value, counts, z = dual(p)
+    for _ in range(_NEWTON_STEPS):
+        side = np.where(p != 0, np.sign(p), np.where(counts > hi, 1.0, np.where(counts < lo, -1.0, 0.0)))
+        ascent = np.where(side > 0, counts - hi, counts - lo)
+        if not side.any() or np.abs(ascent[side != 0]).max() < _COUNT_ERROR:
+            break
+        curvature = (np.diag(counts) - z @ z.T) / eps
+        curvature[np.diag_indices(k)] += 1e-9 * max(curvature.max(), 1.0 / eps)  # equal shifts may change nothing
+        while True:  # prices at 0 that the step would send the wrong way stay there
+            free = np.flatnonzero(side)
+            step = np.zeros(k)
+            step[free] = np.linalg.solve(curvature[np.ix_(free, free)], ascent[free])
+            wrong = (p == 0) & (step * side < 0)
+            if not wrong.any():
+                break
+            side[wrong] = 0.0
+        step *= min(1.0, _REACH * eps / max(np.abs(step).max(), 1e-300))  # where few points are near, the curvature says little
+        length = 1.0
+        while length > 1e-4:
+            ahead = p + length * step
+            ahead[ahead * side < 0] = 0.0
+            risen = dual(ahead)
+            if risen[0] > value:
+                break
+            length /= 4
+        else:
+            break
+        p, (value, counts, z) = ahead, risen
+    return p
 
 
 def _repair(costs: np.ndarray, p: np.ndarray, lo: np.ndarray, hi: np.ndarray, labels: np.ndarray) -> np.ndarray:

@@ -4,28 +4,32 @@ Shapes: N samples, H features, K clusters. Source: arXiv 2609.12584, section 4.1
 lower bound is ours, because the smallest cluster decides how much of the data can be kept.
 
 The search (k-means++ restarts, Lloyd's iterations within the bounds) runs on a random projection; a few last passes, the
-labels and the distances use the full vectors, a block of rows at a time. One thread computes, so that labels do not depend
-on the machine's count.
+labels and the distances use the full vectors in float64, a block at a time (see `features`). The k-means++ restarts are
+scikit-learn's, one thread each, side by side; labels do not depend on the number of threads.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import psutil
+import torch
 from sklearn.cluster import KMeans, kmeans_plusplus
 from threadpoolctl import threadpool_limits
 
 from .assignment import Assignment, assign
+from .features import PROJECTION_DIM, Points, as_features, num_threads, one_thread_a_block
+from .files import size_text
 
-_BLOCK = 4096  # rows converted to float64 at a time
-_SEARCH_ROWS = 50_000
-_SEARCH_DIM = 256
+_SEARCH_ROWS = 32_768
 _MAX_ITERATIONS = 100
-_FULL_PASSES = 3  # over the full vectors, behind a search in the projection
+_FULL_PASSES = 10  # at most, over the full vectors, behind a search in the projection
 _TOLERANCE = 1e-7  # relative decrease of the cost
+_PROJECTED_TOLERANCE = 1e-5  # of what is polished afterwards
+_COST_ARRAYS = 5  # [N, K] float64 at once: distances, the adjusted ones, a band, its softmax, a transpose
 
 
 @dataclass(frozen=True)
@@ -83,82 +87,128 @@ def size_bounds(num_points: int, num_clusters: int, alpha: float, min_fraction: 
 
 
 def cluster(
-    features: np.ndarray, num_clusters: int, *, alpha: float = 1.5, min_fraction: float = 0.0, seed: int = 0,
+    features: np.ndarray | Points, num_clusters: int, *, alpha: float = 1.5, min_fraction: float = 0.0, seed: int = 0,
     num_restarts: int = 20, ids: np.ndarray | list[str] | None = None,
 ) -> Clusters:
     """Bounded K-means.
 
     Args:
-        features: float [N, H], finite; unit vectors in CluSTER, but any will do.
+        features: float [N, H], finite; unit vectors in CluSTER, but any will do. `Points` are read block by block.
         num_clusters: K; lowered, with a warning, to the number of distinct rows.
         alpha: sizes are at most alpha N / K.
         min_fraction: sizes are at least min_fraction N / K.
         seed: of the restarts and the projection.
         num_restarts: k-means++ starts of the search.
-        ids: N sample ids; the result does not depend on the order of the rows when they are given.
+        ids: N sample ids, or numbers that sort like them; they draw the search's sample and break ties. Rows of an array are
+            summed in their order as well, so that the order of the array does not matter at all.
 
     Raises:
         ValueError: for features that are not finite (naming ids), N < K, or impossible bounds.
     """
-    features = np.asarray(features)
     names = np.arange(len(features)) if ids is None else np.asarray(ids)
-    _require_finite(features, names)
-    size_bounds(len(features), num_clusters, alpha, min_fraction)
     order = np.argsort(names, kind="stable")
-    features = features[order]
-    distinct = _count_distinct(features, num_clusters)
-    if distinct < num_clusters:
-        warnings.warn(
-            f"{distinct} distinct points for {num_clusters} clusters: num_clusters is lowered to {distinct}",
-            stacklevel=2,
-        )
-        num_clusters = distinct
-    floor, cap = size_bounds(len(features), num_clusters, alpha, min_fraction)
-    with threadpool_limits(limits=1):
-        centroids, labels, solution = _fit(features, num_clusters, floor, cap, seed, num_restarts)
-        distances = _distances(features, centroids, labels)
-    first = np.array([np.flatnonzero(labels == c)[0] for c in range(num_clusters)])
+    if isinstance(features, Points):
+        points, by_id = features, order
+    else:
+        points, by_id = Points(as_features(features), order), np.arange(len(features))
+        names = names[order]
+    with one_thread_a_block():
+        require_finite(points.norms(), names)
+        size_bounds(len(points), num_clusters, alpha, min_fraction)
+        distinct = _count_distinct(points, num_clusters)
+        if distinct < num_clusters:
+            warnings.warn(
+                f"{distinct} distinct points for {num_clusters} clusters: num_clusters is lowered to {distinct}",
+                stacklevel=2,
+            )
+            num_clusters = distinct
+        floor, cap = size_bounds(len(points), num_clusters, alpha, min_fraction)
+        centroids, labels, solution = _fit(points, by_id, num_clusters, floor, cap, seed, num_restarts)
+        distances = _distances(points, centroids, labels)
+    ranks = np.empty(len(points), dtype=np.int64)
+    ranks[by_id] = np.arange(len(points))
+    first = np.full(num_clusters, len(points))
+    np.minimum.at(first, labels, ranks)
     rank = np.lexsort((first, -np.bincount(labels, minlength=num_clusters)))
-    renumber = np.argsort(rank)
-    unsorted = np.argsort(order)
+    labels = np.argsort(rank)[labels]
+    if not isinstance(features, Points):
+        back = np.argsort(order)
+        labels, distances = labels[back], distances[back]
     return Clusters(
-        labels=renumber[labels][unsorted], distances=distances[unsorted], centroids=centroids[rank], cap=cap, floor=floor,
+        labels=labels, distances=distances, centroids=centroids[rank], cap=cap, floor=floor,
         num_moved=solution.num_moved, gap=solution.gap, inertia=float((distances**2).sum()),
     )
 
 
+def memory_needed(num_points: int, dim: int, num_clusters: int, projection_stored: bool) -> int:
+    """Bytes of anonymous memory that `cluster` takes at most, beside what holds the features."""
+    projection = 0 if projection_stored or dim <= PROJECTION_DIM else 2 * num_points * PROJECTION_DIM
+    sample = 4 * min(num_points, _SEARCH_ROWS) * min(dim, PROJECTION_DIM) * (2 + num_threads())
+    blocks = 4 * 8 * max(1 << 20, dim) * num_threads()
+    return projection + sample + blocks + 8 * num_points * (_COST_ARRAYS * num_clusters + 8) + 16 * num_clusters * dim
+
+
+def require_memory(num_points: int, dim: int, num_clusters: int, projection_stored: bool) -> int:
+    """Refuse a clustering that this machine has no memory for.
+
+    Returns:
+        the bytes that are needed.
+    Raises:
+        ValueError: with both numbers.
+    """
+    needed = memory_needed(num_points, dim, num_clusters, projection_stored)
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise ValueError(
+            f"clustering {num_points} samples into {num_clusters} needs about {size_text(needed)} of memory, "
+            f"{size_text(free)} are free: lower selection.num_clusters, or run launch/preprocess.py on a larger machine"
+        )
+    return needed
+
+
 def _fit(
-    features: np.ndarray, k: int, floor: int, cap: int, seed: int, num_restarts: int
+    points: Points, by_id: np.ndarray, k: int, floor: int, cap: int, seed: int, num_restarts: int
 ) -> tuple[np.ndarray, np.ndarray, Assignment]:
     """Search where it is cheap, then a few passes over the full vectors."""
     bounds = (np.full(k, floor), np.full(k, cap))
-    free = (np.zeros(k, dtype=np.int64), np.full(k, len(features)))
-    points = _project(features, seed)
-    found = _search(points, k, bounds, free, seed, num_restarts)
-    if points is features:
-        return found
+    free = (np.zeros(k, dtype=np.int64), np.full(k, len(points)))
+    if points.dim <= PROJECTION_DIM:
+        return _search(points, by_id, k, bounds, free, seed, num_restarts, _TOLERANCE)
+    found = _search(points.projected(seed), by_id, k, bounds, free, seed, num_restarts, _PROJECTED_TOLERANCE)
     for limits in (free, bounds) if _within(found[1], bounds) else (bounds,):
-        start = _means(features, found[1], k)
-        polished = _lloyd(features, start, limits[0], limits[1], _FULL_PASSES)
+        start = _means(points, found[1], k)
+        polished = _lloyd(points, start, limits[0], limits[1], _PROJECTED_TOLERANCE, _FULL_PASSES)
         if _within(polished[1], bounds):
             return polished
     raise AssertionError("the bounded assignment broke its bounds")
 
 
 def _search(
-    points: np.ndarray, k: int, bounds: tuple[np.ndarray, np.ndarray], free: tuple[np.ndarray, np.ndarray], seed: int,
-    num_restarts: int,
+    points: Points, by_id: np.ndarray, k: int, bounds: tuple[np.ndarray, np.ndarray],
+    free: tuple[np.ndarray, np.ndarray], seed: int, num_restarts: int, tolerance: float,
 ) -> tuple[np.ndarray, np.ndarray, Assignment]:
     """Free K-means first; only if a bound is broken, the bounded loop from two starts."""
     rng = np.random.default_rng((seed, 1))
-    rows = np.sort(rng.permutation(len(points))[:_SEARCH_ROWS])
-    sample = points[rows].astype(np.float64)
-    search = KMeans(k, n_init=num_restarts, random_state=seed, algorithm="lloyd").fit(sample)
-    found = _lloyd(points, search.cluster_centers_, *free)
+    chosen = np.sort(rng.permutation(len(points))[:_SEARCH_ROWS])  # by id, wherever it is stored
+    sample = points.take(by_id[chosen]).cpu().numpy()
+    found = _lloyd(points, _best_start(sample, k, seed, num_restarts), *free, tolerance)
     if _within(found[1], bounds):
         return found
     _, seeds = kmeans_plusplus(sample, k, random_state=seed)
-    return min((_lloyd(points, c, *bounds) for c in (found[0], sample[seeds])), key=lambda f: f[2].cost)
+    starts = (found[0], sample[seeds].astype(np.float64))
+    return min((_lloyd(points, c, *bounds, tolerance) for c in starts), key=lambda f: f[2].cost)
+
+
+def _best_start(sample: np.ndarray, k: int, seed: int, num_restarts: int) -> np.ndarray:
+    """Centroids float64 [K, H] of the best of several k-means++ starts, each in one thread."""
+
+    def start(number: int) -> KMeans:
+        with threadpool_limits(limits=1):  # a new thread does not inherit OpenMP's limit
+            return KMeans(k, n_init=1, random_state=seed + number, algorithm="lloyd").fit(sample)
+
+    with ThreadPoolExecutor(num_threads()) as pool:
+        fits = list(pool.map(start, range(num_restarts)))
+    return min(fits, key=lambda fit: fit.inertia_).cluster_centers_.astype(np.float64)
 
 
 def _within(labels: np.ndarray, bounds: tuple[np.ndarray, np.ndarray]) -> bool:
@@ -167,85 +217,103 @@ def _within(labels: np.ndarray, bounds: tuple[np.ndarray, np.ndarray]) -> bool:
 
 
 def _lloyd(
-    features: np.ndarray, centroids: np.ndarray, lo: np.ndarray, hi: np.ndarray, max_iterations: int = _MAX_ITERATIONS
+    points: Points, centroids: np.ndarray, lo: np.ndarray, hi: np.ndarray, tolerance: float,
+    max_iterations: int = _MAX_ITERATIONS,
 ) -> tuple[np.ndarray, np.ndarray, Assignment]:
     """Assign and average until the cost stands still; the labels are optimal for the returned centroids."""
-    solution = assign(_squared_distances(features, centroids), lo, hi)
+    costs, nearest_sums = _costs_and_sums(points, centroids)
+    solution = assign(costs, lo, hi)
     for _ in range(max_iterations):
         previous = solution
-        centroids = _means(features, solution.labels, len(centroids))
-        solution = assign(_squared_distances(features, centroids), lo, hi, previous.prices)
-        if previous.cost - solution.cost <= _TOLERANCE * previous.cost:
+        moved = None if solution.num_moved else nearest_sums
+        centroids = _means(points, solution.labels, len(centroids), moved)
+        costs, nearest_sums = _costs_and_sums(points, centroids)
+        solution = assign(costs, lo, hi, previous.prices)
+        if previous.cost - solution.cost <= tolerance * previous.cost:
             break
     return centroids, solution.labels, solution
 
 
-def _means(features: np.ndarray, labels: np.ndarray, k: int) -> np.ndarray:
-    """float64 [K, H]; an empty cluster restarts at the farthest point of the cluster with the largest error."""
-    sums = np.zeros((k, features.shape[1]))
-    for start, block in _blocks(features):
-        onehot = np.zeros((k, len(block)))
-        onehot[labels[start : start + len(block)], np.arange(len(block))] = 1.0
-        sums += onehot @ block
+def _costs_and_sums(points: Points, centroids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Squared distances float64 [n, K], and the sums [K, H] of the points nearest to each centroid, in one pass."""
+    k = len(centroids)
+    centers = torch.tensor(centroids, dtype=points.dtype, device=points.device)
+    norms = (centers**2).sum(dim=1)
+
+    def work(_: slice, block: torch.Tensor, spare: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        squares = torch.mul(block, block, out=spare).sum(dim=1)
+        costs = torch.addmm(norms + squares[:, None], block, centers.T, alpha=-2.0).clamp_(min=0.0)
+        return costs.double().cpu().numpy(), _sums(block, costs.argmin(dim=1), k)
+
+    out, sums = np.empty((len(points), k)), np.zeros_like(centroids)
+    for span, (costs, part) in points.map_blocks(work):
+        out[span] = costs
+        sums += part
+    return out, sums
+
+
+def _sums(block: torch.Tensor, labels: torch.Tensor, k: int) -> np.ndarray:
+    onehot = torch.zeros(k, len(block), dtype=block.dtype, device=block.device)
+    onehot[labels, torch.arange(len(block), device=block.device)] = 1.0
+    return (onehot @ block).double().cpu().numpy()
+
+
+def _means(points: Points, labels: np.ndarray, k: int, sums: np.ndarray | None = None) -> np.ndarray:
+    """float64 [K, H]; an empty cluster restarts at the farthest point of the cluster with the largest error.
+
+    Args:
+        points, labels, k: what is averaged.
+        sums: [K, H] of each cluster's points, where they are known.
+    """
+    if sums is None:
+        sums = np.zeros((k, points.dim))
+        on_device = torch.from_numpy(labels).to(points.device)
+        for _, part in points.map_blocks(lambda span, block, _: _sums(block, on_device[span], k)):
+            sums += part
     counts = np.bincount(labels, minlength=k)
     means = sums / np.maximum(counts, 1)[:, None]
     if counts.all():
         return means
     labels = labels.copy()
-    distances = _distances(features, means, labels)
+    distances = _distances(points, means, labels)
     for empty in np.flatnonzero(counts == 0):
         worst = np.bincount(labels, weights=distances**2, minlength=k).argmax()
         point = int(np.where(labels == worst, distances, -1.0).argmax())
-        means[empty], labels[point], distances[point] = features[point], empty, 0.0
+        means[empty] = points.take(slice(point, point + 1))[0].double().cpu().numpy()
+        labels[point], distances[point] = empty, 0.0
     return means
 
 
-def _squared_distances(features: np.ndarray, centroids: np.ndarray) -> np.ndarray:
-    """float64 [N, K]."""
-    out = np.empty((len(features), len(centroids)))
-    norms = (centroids**2).sum(axis=1)
-    for start, block in _blocks(features):
-        out[start : start + len(block)] = (block**2).sum(axis=1)[:, None] - 2.0 * (block @ centroids.T) + norms
-    return np.maximum(out, 0.0, out=out)
+def _distances(points: Points, centroids: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """float64 [n], l2 distance of each point to its own centroid."""
+    centers = torch.tensor(centroids, dtype=points.dtype, device=points.device)
+    own = torch.from_numpy(labels).to(points.device)
+
+    def work(span: slice, block: torch.Tensor, spare: torch.Tensor) -> np.ndarray:
+        difference = block.sub_(torch.index_select(centers, 0, own[span], out=spare))
+        return torch.linalg.vector_norm(difference, dim=1).cpu().numpy()
+
+    return np.concatenate([part for _, part in points.map_blocks(work)]).astype(np.float64)
 
 
-def _distances(features: np.ndarray, centroids: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """float64 [N], l2 distance of each row to its own centroid."""
-    parts = [
-        np.linalg.norm(block - centroids[labels[start : start + len(block)]], axis=1)
-        for start, block in _blocks(features)
-    ]
-    return np.concatenate(parts)
-
-
-def _blocks(features: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    for start in range(0, len(features), _BLOCK):
-        yield start, features[start : start + _BLOCK].astype(np.float64)
-
-
-def _project(features: np.ndarray, seed: int) -> np.ndarray:
-    """float32 [N, _SEARCH_DIM], distances kept to about 1 / sqrt(_SEARCH_DIM); small features as they are."""
-    dim = features.shape[1]
-    if dim <= _SEARCH_DIM:
-        return features
-    matrix = np.random.default_rng((seed, 0)).standard_normal((dim, _SEARCH_DIM)) / np.sqrt(_SEARCH_DIM)
-    return np.concatenate([(block @ matrix).astype(np.float32) for _, block in _blocks(features)])
-
-
-def _count_distinct(features: np.ndarray, enough: int) -> int:
-    """Number of distinct rows, counted no further than `enough`."""
+def _count_distinct(points: Points, enough: int) -> int:
+    """Number of distinct points, counted no further than `enough`."""
     seen: set[bytes] = set()
-    for row in features:
-        seen.add((row + 0.0).tobytes())  # + 0.0 turns -0.0 into 0.0
-        if len(seen) >= enough:
-            break
+    for start in range(0, len(points), 1024):
+        for row in points.take(slice(start, start + 1024)).cpu().numpy():
+            seen.add((row + 0.0).tobytes())  # + 0.0 turns -0.0 into 0.0
+            if len(seen) >= enough:
+                return len(seen)
     return len(seen)
 
 
-def _require_finite(features: np.ndarray, names: np.ndarray) -> None:
-    if features.ndim != 2 or features.shape[1] == 0:
-        raise ValueError(f"features must be [N, H], got shape {features.shape}")
-    bad = [i for start, block in _blocks(features) for i in start + np.flatnonzero(~np.isfinite(block).all(axis=1))]
-    if bad:
+def require_finite(norms: np.ndarray, names: np.ndarray) -> None:
+    """Refuse vectors with NaN or infinity, by the ids in `names`.
+
+    Raises:
+        ValueError: naming up to ten.
+    """
+    bad = np.flatnonzero(~np.isfinite(norms))
+    if len(bad):
         shown = ", ".join(str(names[i]) for i in bad[:10])
-        raise ValueError(f"{len(bad)} of {len(features)} feature rows hold NaN or infinity: samples {shown}")
+        raise ValueError(f"{len(bad)} of {len(norms)} feature rows hold NaN or infinity: samples {shown}")
