@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .plan import Plan, make_plan
+from .plan import Plan
+from .planning import make_plan
 
 if TYPE_CHECKING:
     from .engine import ClusterEngine, initialize

@@ -131,8 +131,9 @@ def _solve(
 def _band(
     costs: np.ndarray, lo: np.ndarray, hi: np.ndarray, p: np.ndarray, size: int, per_error: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float, float]:
-    """The points that prices near `p` may send elsewhere: about `size`, and `per_error` at every cluster for each point that
-    its count is off.
+    """The points that prices near `p` may send elsewhere.
+
+    They are about `size`, and at every cluster `per_error` for each point that its count is off.
 
     Returns:
         their rows, the bounds that the others leave for them (the lower ones may be negative), the cheapest cluster of every
@@ -203,7 +204,7 @@ def _newton(costs: np.ndarray, lo: np.ndarray, hi: np.ndarray, p: np.ndarray, ep
             if not wrong.any():
                 break
             side[wrong] = 0.0
-        step *= min(1.0, _REACH * eps / max(np.abs(step).max(), 1e-300))  # where few points are near, the curvature says little
+        step *= min(1.0, _REACH * eps / max(np.abs(step).max(), 1e-300))  # few points near say little
         length = 1.0
         while length > 1e-4:
             ahead = p + length * step

@@ -10,6 +10,7 @@ scikit-learn's, one thread each, side by side; labels do not depend on the numbe
 
 from __future__ import annotations
 
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from sklearn.cluster import KMeans, kmeans_plusplus
 from threadpoolctl import threadpool_limits
 
 from .assignment import Assignment, assign
-from .features import PROJECTION_DIM, Points, as_features, num_threads, one_thread_a_block
+from .features import BLOCK_ELEMENTS, PROJECTION_DIM, Points, as_features, num_threads, one_thread_a_block
 from .files import size_text
 
 _SEARCH_ROWS = 32_768
@@ -29,6 +30,7 @@ _MAX_ITERATIONS = 100
 _FULL_PASSES = 10  # at most, over the full vectors, behind a search in the projection
 _TOLERANCE = 1e-7  # relative decrease of the cost
 _PROJECTED_TOLERANCE = 1e-5  # of what is polished afterwards
+_GUESSED_ITERATIONS, _GUESSED_FULL_PASSES = 20, 12  # of the estimate of the time
 _COST_ARRAYS = 5  # [N, K] float64 at once: distances, the adjusted ones, a band, its softmax, a transpose
 
 
@@ -97,7 +99,7 @@ def cluster(
         num_clusters: K; lowered, with a warning, to the number of distinct rows.
         alpha: sizes are at most alpha N / K.
         min_fraction: sizes are at least min_fraction N / K.
-        seed: of the restarts and the projection.
+        seed: of the restarts.
         num_restarts: k-means++ starts of the search.
         ids: N sample ids, or numbers that sort like them; they draw the search's sample and break ties. Rows of an array are
             summed in their order as well, so that the order of the array does not matter at all.
@@ -144,7 +146,7 @@ def memory_needed(num_points: int, dim: int, num_clusters: int, projection_store
     """Bytes of anonymous memory that `cluster` takes at most, beside what holds the features."""
     projection = 0 if projection_stored or dim <= PROJECTION_DIM else 2 * num_points * PROJECTION_DIM
     sample = 4 * min(num_points, _SEARCH_ROWS) * min(dim, PROJECTION_DIM) * (2 + num_threads())
-    blocks = 4 * 8 * max(1 << 20, dim) * num_threads()
+    blocks = 4 * 8 * max(BLOCK_ELEMENTS, dim) * num_threads()
     return projection + sample + blocks + 8 * num_points * (_COST_ARRAYS * num_clusters + 8) + 16 * num_clusters * dim
 
 
@@ -166,6 +168,21 @@ def require_memory(num_points: int, dim: int, num_clusters: int, projection_stor
     return needed
 
 
+def seconds_needed(points: Points, num_clusters: int, num_restarts: int) -> float:
+    """A guess from one timed block: passes over full vectors and the projection, and the restarts of the search."""
+    some = min(len(points), max(1, 2 * num_threads() * BLOCK_ELEMENTS // points.dim))
+    part = Points(points.features, points.positions[:some], None, points.dtype, points.device)
+    centroids = part.take(np.arange(num_clusters) % some).double().cpu().numpy()
+    with one_thread_a_block():
+        started = time.perf_counter()
+        _costs_and_sums(part, centroids)
+    a_row = (time.perf_counter() - started) / some
+    narrow = a_row * min(1.0, PROJECTION_DIM / points.dim)
+    search = num_restarts * _GUESSED_ITERATIONS * min(len(points), _SEARCH_ROWS) * narrow
+    full = _GUESSED_FULL_PASSES if points.dim > PROJECTION_DIM else 2
+    return len(points) * (full * a_row + 2 * _GUESSED_ITERATIONS * narrow) + search
+
+
 def _fit(
     points: Points, by_id: np.ndarray, k: int, floor: int, cap: int, seed: int, num_restarts: int
 ) -> tuple[np.ndarray, np.ndarray, Assignment]:
@@ -174,7 +191,7 @@ def _fit(
     free = (np.zeros(k, dtype=np.int64), np.full(k, len(points)))
     if points.dim <= PROJECTION_DIM:
         return _search(points, by_id, k, bounds, free, seed, num_restarts, _TOLERANCE)
-    found = _search(points.projected(seed), by_id, k, bounds, free, seed, num_restarts, _PROJECTED_TOLERANCE)
+    found = _search(points.projected(), by_id, k, bounds, free, seed, num_restarts, _PROJECTED_TOLERANCE)
     for limits in (free, bounds) if _within(found[1], bounds) else (bounds,):
         start = _means(points, found[1], k)
         polished = _lloyd(points, start, limits[0], limits[1], _PROJECTED_TOLERANCE, _FULL_PASSES)

@@ -102,6 +102,14 @@ class Ranks:
         self._store.set(f"{key}/{self.rank}", pickle.dumps(value))
         return [pickle.loads(self._wait(f"{key}/{r}")) for r in range(self.world_size)]
 
+    def shares(self, number: int) -> Iterator[int]:  # collective
+        """Numbers below `number`, each on one rank alone: whoever is free takes the next."""
+        key = self._next_key("shares")
+        taken = 0
+        while (item := taken if self.world_size == 1 else self._store.add(key, 1) - 1) < number:
+            yield item
+            taken += 1
+
     def _next_key(self, kind: str) -> str:
         self._calls += 1
         return f"cluster_ds/{kind}/{self._calls}"

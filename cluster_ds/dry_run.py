@@ -17,10 +17,10 @@ import torch
 from .catalogue import device_note, is_for_cpu, memory_lines
 from .distributed import Ranks, ensure_process_group
 from .ds_config import resolve_config
-from .estimate import arms_of, batch_text, padded_tokens, steps_text, unselected
+from .estimate import arms_of, batch_text, padded_tokens, steps_text
 from .files import is_committed, read_json, write_json
 from .models import load_model, load_tokenizer, model_folder, pad_token_id
-from .plan import Plan
+from .plan import Plan, unselected
 from .preflight import NEEDED_BY_PLAN, look
 from .prepare import Prepared, extraction_dtype, prepare_tokens
 from .proxy import Room, length_batches, run_batches

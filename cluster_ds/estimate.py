@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .ds_config import zero_stage
-from .plan import Plan
+from .plan import Plan, random_part, unselected
 from .recipe import TrainSection
 from .schedule import Schedule, accumulation_steps, rank_batch
 from .shapes import ModelShape
@@ -97,22 +97,10 @@ def _buckets(zero: dict[str, Any], stage: int, size: int) -> float:
     return reduce + size * float(zero.get("allgather_bucket_size", _DEFAULT_BUCKET))
 
 
-def unselected(plan: Plan, keep: np.ndarray) -> Plan:
-    """An arm to compare with: the samples that `keep` [N] names, one stratum, weight 1."""
-    return Plan(
-        ids=plan.ids, cluster=plan.cluster, stratum=np.where(keep, 0, -1).astype(np.int32), distance=plan.distance,
-        weight=keep.astype(np.float64), kept=keep, num_tokens=plan.num_tokens,
-        num_supervised_tokens=plan.num_supervised_tokens, loss=plan.loss,
-    )
-
-
 def arms_of(plan: Plan, seed: int) -> dict[str, Plan]:
     """Full data, a random part as large as the selection, and the selection itself."""
     usable = plan.cluster >= 0
-    drawn = np.random.default_rng((seed, 0)).permutation(np.flatnonzero(usable))[: int(plan.kept.sum())]
-    random = np.zeros(len(plan), dtype=bool)
-    random[drawn] = True
-    return {"full": unselected(plan, usable), "random": unselected(plan, random), "CluSTER": plan}
+    return {"full": unselected(plan, usable), "random": random_part(plan, int(plan.kept.sum()), seed), "CluSTER": plan}
 
 
 def padded_tokens(plan: Plan, train: TrainSection, world_size: int, num_steps: int | None = None) -> np.ndarray:

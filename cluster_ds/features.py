@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TypeVar
 
 import numpy as np
@@ -22,13 +23,14 @@ from threadpoolctl import threadpool_limits
 
 T = TypeVar("T")
 PROJECTION_DIM = 256  # P; distances are kept to about sqrt(2 / P), 9 %
-_BLOCK_ELEMENTS = 1 << 20  # b x H
+BLOCK_ELEMENTS = 1 << 20  # b x H
 _MAX_THREADS = 16
 
 
-def projection_matrix(dim: int, seed: int = 0) -> np.ndarray:
-    """float32 [H, P], a Gaussian random projection that keeps squared lengths on average."""
-    matrix = np.random.default_rng((seed, 0)).standard_normal((dim, PROJECTION_DIM)) / np.sqrt(PROJECTION_DIM)
+@cache
+def projection_matrix(dim: int) -> np.ndarray:
+    """float32 [H, P], a Gaussian random projection that keeps squared lengths on average; always the same."""
+    matrix = np.random.default_rng(0).standard_normal((dim, PROJECTION_DIM)) / np.sqrt(PROJECTION_DIM)
     return matrix.astype(np.float32)
 
 
@@ -133,7 +135,7 @@ class Points:
         The block and a spare buffer of its shape belong to the thread and are used again for its next block: memory that is
         asked for anew for every block would be torn by the small results in between, and the process would grow without end.
         """
-        size = max(1, _BLOCK_ELEMENTS // self.dim)
+        size = max(1, BLOCK_ELEMENTS // self.dim)
         spans = [slice(start, min(start + size, len(self))) for start in range(0, len(self), size)]
         local = threading.local()
 
@@ -159,13 +161,13 @@ class Points:
                 if following is not None:
                     running.append((following, pool.submit(run, following)))
 
-    def projected(self, seed: int) -> Points:
+    def projected(self) -> Points:
         """The same points in P dimensions, as float16: what is stored beside them, or made here."""
         if self.features.projection:
             return Points(
                 Features(self.features.projection), self.positions, self.scale, torch.float32, self.device
             )
-        matrix = torch.from_numpy(projection_matrix(self.dim, seed)).to(self.device, self.dtype)
+        matrix = torch.from_numpy(projection_matrix(self.dim)).to(self.device, self.dtype)
         out = np.empty((len(self), PROJECTION_DIM), dtype=np.float16)
         for span, block in self.map_blocks(lambda _, x, __: (x @ matrix).half().cpu().numpy()):
             out[span] = block
@@ -175,18 +177,6 @@ class Points:
         """float64 [n], lengths; not finite where a vector is not."""
         parts = self.map_blocks(lambda _, block, __: torch.linalg.vector_norm(block, dim=1).cpu().numpy())
         return np.concatenate([norms for _, norms in parts]).astype(np.float64)
-
-    def weighted_sums(self, weights: np.ndarray) -> np.ndarray:
-        """float64 [m, H], sums of the points under m sets of weights float64 [m, n]."""
-
-        def sums(span: slice, block: torch.Tensor, _: torch.Tensor) -> np.ndarray:
-            rows = torch.from_numpy(np.ascontiguousarray(weights[:, span])).to(self.device, self.dtype)
-            return (rows @ block).double().cpu().numpy()
-
-        total = np.zeros((len(weights), self.dim))
-        for _, part in self.map_blocks(sums):
-            total += part
-        return total
 
 
 def num_threads() -> int:

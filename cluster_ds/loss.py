@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from .tokens import IGNORE_INDEX
 
+_CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}  # logits at a time: what caches hold, what keeps a GPU busy
 
 def supervised_positions(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Where the model is asked for a token.
@@ -57,9 +58,9 @@ def weighted_terms(
 
 
 def chunked_cross_entropy(
-    hidden: torch.Tensor, head: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, chunk: int = 1024
+    hidden: torch.Tensor, head: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Token losses from hidden states, never more than `chunk` rows of logits at a time; no gradient.
+    """Token losses from hidden states, a chunk of rows of logits at a time; no gradient.
 
     Args:
         hidden: [n, H], what lm_head reads.
@@ -70,6 +71,8 @@ def chunked_cross_entropy(
     Returns:
         float32 (float64 for float64 input) [n].
     """
+    elements = _CHUNK_ELEMENTS.get(hidden.device.type, _CHUNK_ELEMENTS["cuda"])
+    chunk = max(1, elements // len(head))
     out = []
     for start in range(0, len(hidden), chunk):
         logits = F.linear(hidden[start : start + chunk], head, bias)

@@ -6,9 +6,7 @@ The plan does not know the number of ranks. On disk it is a folder with `table.p
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from importlib.metadata import version
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .clustering import cluster
 from .files import MANIFEST, commit_folder, hash_files, read_json
-from .selection import cluster_weights, select, selection_bias
+from .selection import draw
 
-FORMAT = 2
+FORMAT = 3
 TABLE = "table.parquet"
 COLUMNS = {
     "sample_id": pa.string(),
@@ -29,13 +26,13 @@ COLUMNS = {
     "distance": pa.float64(),
     "weight": pa.float64(),
     "kept": pa.bool_(),
+    "pool": pa.bool_(),  # may be kept in an epoch, where every epoch draws its own samples; else the same as kept
     "num_tokens": pa.int64(),
     "num_supervised_tokens": pa.int64(),
     "loss": pa.float32(),  # mean token loss before training; NaN where unknown
     "source": pa.string(),  # where the row comes from, in a mixture
 }
 _MIN_COSINE = 0.99
-_BLOCK = 4096  # rows converted to float64 at a time
 
 
 @dataclass(frozen=True)
@@ -46,11 +43,13 @@ class Plan:
         ids: N sample ids, unique.
         cluster, stratum: int32 [N].
         distance, weight: float64 [N].
-        kept: bool [N].
+        kept: bool [N]; in the first epoch, where every epoch draws its own.
         num_tokens, num_supervised_tokens: int64 [N].
         loss: float32 [N].
         source: N names; empty when there is one source.
         manifest: provenance, settings and statistics.
+        pool: bool [N], what an epoch's samples are drawn from; None for `kept`.
+        redraw_seed: of the draws; None if every epoch sees the same samples.
     """
 
     ids: list[str]
@@ -64,6 +63,8 @@ class Plan:
     loss: np.ndarray
     source: list[str] = field(default_factory=list)
     manifest: dict[str, Any] = field(default_factory=dict)
+    pool: np.ndarray | None = None
+    redraw_seed: int | None = None
 
     def __len__(self) -> int:
         """N."""
@@ -80,14 +81,29 @@ class Plan:
         digest = hashlib.blake2b("\n".join(self.ids).encode(), digest_size=16)
         for column in (self.cluster, self.stratum, self.weight, self.kept, self.num_tokens, self.num_supervised_tokens):
             digest.update(np.ascontiguousarray(column).tobytes())
+        if self.redraw_seed is not None:
+            digest.update(f"{self.redraw_seed}".encode() + np.packbits(self._pool).tobytes())
         return digest.hexdigest()
+
+    @property
+    def _pool(self) -> np.ndarray:
+        return self.kept if self.pool is None else self.pool
+
+    def kept_in(self, epoch: int) -> np.ndarray:
+        """Bool [N], an epoch's samples: a pure function of plan and epoch, equal in number for each stratum."""
+        if self.redraw_seed is None or epoch == 0:
+            return self.kept
+        counts = np.bincount(self.stratum[self.kept])
+        by_id = np.argsort(np.asarray(self.ids), kind="stable")
+        return draw(self.stratum, by_id, self._pool, counts, self.redraw_seed, epoch)
 
     def write(self, folder: Path) -> None:
         """Replace `folder` by this plan in one step."""
         columns = [self.ids, self.cluster, self.stratum, self.distance, self.weight, self.kept,
-                   self.num_tokens, self.num_supervised_tokens, self.loss, self.source or pa.nulls(len(self), pa.string())]
+                   self._pool, self.num_tokens, self.num_supervised_tokens, self.loss,
+                   self.source or pa.nulls(len(self), pa.string())]
         arrays = [pa.array(c, type=t) for c, t in zip(columns, COLUMNS.values(), strict=True)]
-        manifest = {**self.manifest, "format": FORMAT, "plan_hash": self.hash}
+        manifest = {**self.manifest, "format": FORMAT, "plan_hash": self.hash, "redraw_seed": self.redraw_seed}
         with commit_folder(folder, manifest, replace=True) as part:
             pq.write_table(pa.Table.from_arrays(arrays, names=list(COLUMNS)), part / TABLE)
             manifest["table_hash"] = hash_files([part / TABLE])
@@ -114,7 +130,10 @@ class Plan:
         table = pq.read_table(folder / TABLE)
         arrays = {name: table.column(name).to_numpy() for name in list(COLUMNS)[1:-1]}
         source = [] if table.column("source").null_count else table.column("source").to_pylist()
-        plan = cls(table.column("sample_id").to_pylist(), source=source, manifest=manifest, **arrays)
+        plan = cls(
+            table.column("sample_id").to_pylist(), source=source, manifest=manifest, redraw_seed=manifest["redraw_seed"],
+            **arrays,
+        )
         if plan.hash != manifest["plan_hash"]:
             raise ValueError(f"plan {folder}: hash {plan.hash} instead of {manifest['plan_hash']}: {remedy}")
         return plan
@@ -132,23 +151,31 @@ class Plan:
     def lines(self) -> list[str]:
         """What was found and kept, one line each."""
         m = self.manifest
-        sizes, weights = np.array(m["sizes"]), np.array(m["weights"])
+        sizes, counts, weights = np.array(m["sizes"]), np.array(m["counts"]), np.array(m["weights"])
         at_cap = f"; {m['num_moved']} moved by the bounds [{m['floor']}, {m['cap']}]" if m["num_moved"] else ""
         kept = int(self.kept.sum())
         tokens = self.num_supervised_tokens
+        again = "" if self.redraw_seed is None else f", drawn anew each epoch from {int(self._pool.sum())}"
         lines = [
             f"{m['num_clustered']} samples in {len(sizes)} clusters, sizes {sizes.tolist()}{at_cap}; "
             f"certified gap {max(m['gap'], 0.0):.1e}",
-            f"kept {kept} ({kept / m['num_clustered']:.1%}), {m['quota']} of each cluster, "
-            f"{tokens[self.kept].sum() / tokens.sum():.1%} of the supervised tokens",
+            f"kept {kept} ({kept / m['num_clustered']:.1%}), {counts_text(counts)}, "
+            f"{tokens[self.kept].sum() / tokens.sum():.1%} of the supervised tokens{again}",
             f"weights {np.round(weights, 3).tolist()}, effective sample size {m['effective_sample_size']:.3f}",
         ]
+        if "calibration" in m:
+            c = m["calibration"]
+            lines.append(
+                f"calibrated: the shift of the mean proxy falls from {c['shift_before']:.3f} to {c['shift_after']:.3f}; "
+                f"effective sample size inside clusters {c['effective_sample_size']:.3f}, largest weight "
+                f"{c['largest_weight']:.2f} of its cluster's mean"
+            )
         for name in sorted(set(self.source)):
             mine = np.array([source == name for source in self.source])
-            counts = [f"{int((mine & (self.cluster == c) & self.kept).sum())}/{int((mine & (self.cluster == c)).sum())}"
+            parts = [f"{int((mine & (self.cluster == c) & self.kept).sum())}/{int((mine & (self.cluster == c)).sum())}"
                       for c in range(len(sizes))]
             kept_here = int((mine & self.kept).sum())
-            lines.append(f"source {name}: kept {kept_here} of {int(mine.sum())}; by cluster {', '.join(counts)}")
+            lines.append(f"source {name}: kept {kept_here} of {int(mine.sum())}; by cluster {', '.join(parts)}")
         if "bias" in m:
             lines.append(
                 f"mean proxy of what is trained is off by {m['bias']['relative_shift']:.3f} of the full mean; "
@@ -160,107 +187,66 @@ class Plan:
                     f"warning: a kept part's mean has cosine {min(m['bias']['cosines']):.4f} to its whole cluster's, "
                     f"under {_MIN_COSINE}: selection.choice random has no such bias"
                 )
+        if "variance" in m:
+            lines += _variance_lines(m["variance"])
+        if m.get("near_duplicates", {}).get("num_repeated"):
+            d = m["near_duplicates"]
+            what = "left out" if m["selection"]["dedup"] else "kept (selection.dedup leaves them out)"
+            lines.append(
+                f"near-duplicates: {d['num_repeated']} samples repeat an earlier one of their cluster (cosine of proxies "
+                f"{d['min_cosine']:g} or more, {d['num_groups']} groups): {what}"
+            )
+        if m.get("extreme_rows"):
+            first = ", ".join(f"{row['id']} ({row['times_median']:.2f})" for row in m["extreme_rows"][:3])
+            lines.append(
+                f"the {len(m['extreme_rows'])} most extreme rows stand in {MANIFEST}; by distance over their cluster's "
+                f"median: {first}, ..."
+            )
         for kind, count in m["excluded"].items():
             if count:
                 lines.append(f"{count} samples excluded: {kind}")
         return lines
 
 
-def make_plan(
-    features: np.ndarray, ids: Sequence[str], lengths: np.ndarray, *, num_clusters: int = 4, ratio: float | None = None,
-    keep: float | None = None, alpha: float = 1.5, min_fraction: float = 0.0, choice: str = "peripheral",
-    balance: str = "whole", weighting: str = "cluster", seed: int = 0, num_restarts: int = 20, normalize: bool = True,
-    num_supervised_tokens: np.ndarray | None = None, losses: np.ndarray | None = None,
-    sources: Sequence[str] | None = None, provenance: dict[str, Any] | None = None,
-) -> Plan:
-    """Cluster any features, keep equal parts, weight them.
+def counts_text(counts: np.ndarray) -> str:
+    """E.g. "92 of each cluster"."""
+    return f"{counts[0]} of each cluster" if len(set(counts)) == 1 else f"{counts.tolist()} of the clusters"
+
+
+def _variance_lines(v: dict[str, Any]) -> list[str]:
+    random = v["random"]
+    ratios = ", ".join(
+        f"{name} {v[name] / random:.3f}" if v[name] is not None else f"{name} cannot reach this budget"
+        for name in ("equal", "proportional", "neyman")
+    )
+    return [
+        f"predicted variance of a batch's mean proxy at this budget, random inside clusters, over random batches': {ratios}",
+        f"what is kept: variance {v['kept'] / random:.3f}; its squared bias equals that of random batches of "
+        f"{random / max(v['bias_squared'], 1e-300):.0f} samples",
+    ]
+
+
+def random_part(plan: Plan, number: int, seed: int, redraw: bool = False) -> Plan:
+    """An arm to compare with: samples drawn at random from all that are in a cluster, one stratum, weight 1.
 
     Args:
-        features: float [N, H], e.g. gradient proxies; row i belongs to ids[i] and dataset[i].
-        ids: N unique sample ids; the plan does not depend on the rows' order, only on (id, feature) pairs.
-        lengths: int [N], tokens of each sample.
-        num_clusters, alpha, min_fraction, num_restarts: see `clustering.cluster`.
-        ratio, keep, choice, balance, weighting: see `selection.select`.
-        seed: of the search and of random choices.
-        normalize: scale features to unit l2 norm, as CluSTER does.
-        num_supervised_tokens: int [N], labels in the loss; lengths - 1 by default. The token mean divides by them.
-        losses: float [N], mean token loss of each sample before training, for the record.
-        sources: N names of a mixture's sources, kept in the plan and counted per cluster.
-        provenance: hashes that `Plan.differences` compares later.
-
-    Raises:
-        ValueError: for shapes that do not fit, repeated ids, features that are not finite, and what the stages refuse.
+        plan: whose samples are drawn from.
+        number: to draw.
+        seed: of the draw.
+        redraw: whether every epoch draws its own.
     """
-    features, lengths = np.asarray(features), np.asarray(lengths, dtype=np.int64)
-    supervised = np.asarray(lengths - 1 if num_supervised_tokens is None else num_supervised_tokens, dtype=np.int64)
-    if not (len(features) == len(ids) == len(lengths) == len(supervised)):
-        raise ValueError(
-            f"{len(features)} features, {len(ids)} ids, {len(lengths)} lengths and {len(supervised)} supervised counts"
-        )
-    if len(set(ids)) != len(ids):
-        raise ValueError(f"{len(ids) - len(set(ids))} of {len(ids)} sample ids repeat an earlier one: ids must be unique")
-    if (supervised < 1).any():
-        at = int(np.argmax(supervised < 1))
-        raise ValueError(f"sample {ids[at]} has no supervised token: exclude such rows before making a plan")
-    if not all(isinstance(i, str) for i in ids):
-        raise ValueError("sample ids must be text")
-    for name, values in (("losses", losses), ("sources", sources)):
-        if values is not None and len(values) != len(ids):
-            raise ValueError(f"{len(values)} {name} for {len(ids)} samples")
-    if num_clusters < 1:
-        raise ValueError(f"num_clusters is {num_clusters}: at least 1")
-    if not np.issubdtype(features.dtype, np.floating):
-        features = features.astype(np.float32)
-    norms = np.concatenate([_norms(features[i : i + _BLOCK]) for i in range(0, len(features), _BLOCK)])
-    usable = np.flatnonzero(norms != 0)  # NaN passes here and is named by the clustering
-    if len(usable) == 0:
-        raise ValueError(f"all {len(ids)} features are zero vectors")
-    names = np.asarray(ids)[usable]
-    points = features[usable]
-    for start in range(0, len(points), _BLOCK) if normalize else ():
-        points[start : start + _BLOCK] /= norms[usable[start : start + _BLOCK], None]
-    clusters = cluster(points, num_clusters, alpha=alpha, min_fraction=min_fraction, seed=seed,
-                       num_restarts=num_restarts, ids=names)
-    selection = select(clusters.labels, clusters.distances, names, choice=choice, balance=balance, ratio=ratio,
-                       keep=keep, weighting=weighting, seed=seed)
+    usable = plan.cluster >= 0
+    one = np.where(usable, 0, -1).astype(np.int32)
+    by_id = np.argsort(np.asarray(plan.ids), kind="stable")
+    kept = draw(one, by_id, usable, np.array([number]), seed, 0)
+    drawn = unselected(plan, kept)
+    return replace(drawn, stratum=one, weight=usable * 1.0, pool=usable, redraw_seed=seed) if redraw else drawn
 
-    def spread(values: np.ndarray, fill: Any, dtype: Any) -> np.ndarray:
-        out = np.full(len(ids), fill, dtype=dtype)
-        out[usable] = values
-        return out
 
-    shift, cosines = selection_bias(points, selection, clusters.labels)
-    kept_weights = selection.weights[selection.kept]
-    labels = spread(clusters.labels, -1, np.int32)
-    manifest = {
-        "provenance": provenance or {},
-        "selection": {
-            "num_clusters": num_clusters, "alpha": alpha, "min_fraction": min_fraction, "choice": choice,
-            "balance": balance, "ratio": ratio, "keep": keep, "weighting": weighting, "seed": seed,
-            "num_restarts": num_restarts, "normalize": normalize,
-        },
-        "num_samples": len(ids), "num_clustered": len(usable), "num_kept": int(selection.kept.sum()),
-        "sizes": clusters.sizes.tolist(), "quota": selection.quota,
-        "weights": (cluster_weights(clusters.sizes) if weighting == "cluster" else np.ones(len(clusters.sizes))).tolist(),
-        "effective_sample_size": float(kept_weights.sum() ** 2 / (kept_weights**2).sum() / len(kept_weights)),
-        "cap": clusters.cap, "floor": clusters.floor, "num_moved": clusters.num_moved, "gap": clusters.gap,
-        "inertia": clusters.inertia, "bias": {"relative_shift": shift, "cosines": cosines.tolist()},
-        "distance_length_correlation": _correlation(clusters.distances, supervised[usable]),
-        "excluded": {"zero proxy": len(ids) - len(usable)},
-        "versions": {name: version(name) for name in ("numpy", "scikit-learn", "torch", "transformers", "deepspeed")},
-    }
+def unselected(plan: Plan, keep: np.ndarray) -> Plan:
+    """An arm to compare with: the samples that `keep` [N] names, one stratum, weight 1."""
     return Plan(
-        ids=list(ids), cluster=labels, stratum=labels.copy(),
-        distance=spread(clusters.distances, np.nan, np.float64), weight=spread(selection.weights, 0.0, np.float64),
-        kept=spread(selection.kept, False, bool), num_tokens=lengths, num_supervised_tokens=supervised,
-        loss=np.asarray(np.full(len(ids), np.nan) if losses is None else losses, dtype=np.float32),
-        source=list(sources) if sources is not None and len(set(sources)) > 1 else [], manifest=manifest,
+        ids=plan.ids, cluster=plan.cluster, stratum=np.where(keep, 0, -1).astype(np.int32), distance=plan.distance,
+        weight=keep.astype(np.float64), kept=keep, num_tokens=plan.num_tokens,
+        num_supervised_tokens=plan.num_supervised_tokens, loss=plan.loss,
     )
-
-
-def _norms(block: np.ndarray) -> np.ndarray:
-    return np.linalg.norm(block.astype(np.float64), axis=1)
-
-
-def _correlation(a: np.ndarray, b: np.ndarray) -> float:
-    return float(np.corrcoef(a, b)[0, 1]) if np.ptp(a) > 0 and np.ptp(b) > 0 else 0.0

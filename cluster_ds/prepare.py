@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,17 @@ from .models import (
     sentencepiece_differences,
     text_config,
 )
-from .plan import Plan, make_plan
+from .plan import Plan
+from .planning import make_plan
 from .preview import print_preview
 from .proxy import extract, proxy_key, read_proxies
 from .recipe import Recipe, SourceSection
 from .records import Source, read_records
+from .selection import PlanSettings
 from .templates import get_template
 from .tokens import TokenTable, build_tokens
+
+_SHOWN_TOKENS = 60  # of an extreme row
 
 
 @dataclass
@@ -160,20 +164,24 @@ def prepare(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Prepared:  # coll
     with peak_memory("proxies", ranks), only_job(proxies_folder, ranks):
         num_reused = extract(
             tokens, proxies_folder, lambda: load_model(base, recipe.model, dtype, ranks.device), ranks,
-            pad_id=pad_token_id(tokenizer), tokens_per_batch=selection.tokens_per_batch,
+            key=key, pad_id=pad_token_id(tokenizer), tokens_per_batch=selection.tokens_per_batch,
             cpu_threads=selection.cpu_threads, hidden_size=text_config(base).hidden_size,
         )
     seconds["proxies"] = time.perf_counter() - started
     ranks.print(f"[proxies] {proxies_folder} ({num_reused} finished shards reused, {seconds['proxies']:.1f} s)")
 
     def select_and_write() -> None:
-        proxies = read_proxies(proxies_folder, tokens, selection.tokens_per_batch)
+        number = {name: row for row, name in enumerate(tokens.ids)}
+        proxies = read_proxies(proxies_folder, tokens, selection.tokens_per_batch, key)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             plan = make_plan(
                 proxies.features, tokens.ids, tokens.num_tokens, num_supervised_tokens=tokens.num_supervised,
-                losses=proxies.losses, sources=tokens.sources, provenance=provenance, **settings,
+                losses=proxies.losses, norms=proxies.norms, sources=tokens.sources, provenance=provenance,
+                device=ranks.device, report=lambda line: ranks.print(f"[plan] {line}"), **settings,
             )
+        for row in plan.manifest["extreme_rows"]:
+            row["text"] = tokenizer.decode(tokens[number[row["id"]]]["input_ids"][:_SHOWN_TOKENS])
         ranks.print(*(f"[plan] warning: {w.message}" for w in caught if issubclass(w.category, UserWarning)))
         plan.write(plan_folder)
 
@@ -188,12 +196,9 @@ def prepare(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Prepared:  # coll
 
 def plan_settings(recipe: Recipe, world_size: int) -> dict[str, Any]:
     """The arguments of `make_plan` that the recipe's selection section stands for."""
-    s = recipe.selection
-    return {
-        "num_clusters": world_size if s.num_clusters == "world" else s.num_clusters, "alpha": s.alpha,
-        "min_fraction": s.min_fraction, "choice": s.choice, "balance": s.balance, "ratio": s.ratio, "keep": s.keep,
-        "weighting": s.weighting, "seed": s.seed, "num_restarts": s.num_restarts, "normalize": True,
-    }
+    section = recipe.selection
+    k = world_size if section.num_clusters == "world" else section.num_clusters
+    return asdict(PlanSettings(**{**section.plan_settings, "num_clusters": k}))
 
 
 @contextmanager

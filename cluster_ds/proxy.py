@@ -6,33 +6,40 @@ with h_t the hidden state that lm_head reads to predict token t and p_t = exp(-C
 entropy give everything; no [B, T, V] tensor exists. Source: arXiv 2609.12584, section 4.1.
 
 Batches are a pure function of the lengths and a token budget, made over all rows before ranks take them, so proxies do
-not depend on the number of ranks. Shapes: N samples, H hidden, B samples of a batch, n supervised positions of a batch.
+not depend on the number of ranks. They are dealt to shards of equal work, and a rank that is free takes the next shard. A
+shard is one safetensors file that is memory-mapped afterwards, with its checksum in a sidecar that appears last. Shapes: N
+samples, H hidden, P projection, B samples of a batch, T tokens, n supervised positions of a batch.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from .distributed import Ranks
+from .features import PROJECTION_DIM, Features, num_threads, projection_matrix
 from .files import commit_file, hash_files, read_json, require_space, write_json
 from .loss import chunked_cross_entropy, supervised_positions
 from .memory import is_out_of_memory
 from .tokens import TokenTable, pad_batch
 
-VERSION = 1  # part of the key: raise it when proxies of an unchanged input would change
-_BATCHES_PER_SHARD = 16
-_MIN_SHARDS = 16
+VERSION = 2  # part of the key: raise it when proxies of an unchanged input would change
+_BATCHES_PER_SHARD = 8
+_MIN_SHARDS, _MAX_SHARDS = 32, 1024
 _ROW_BYTES = 16  # row number, norm and loss beside the features
 _SHARD_BYTES = 8192  # a header and a sidecar, in whole blocks
+_DTYPES = {"F16": np.float16, "F32": np.float32, "I64": np.int64}  # of the arrays of a shard
 _CHECKED_ROWS = 4
 _LOGIT_TOLERANCE = 0.01  # of the largest logit; bf16 rounds to 0.004
 
@@ -42,12 +49,12 @@ class Proxies:
     """What the forward pass leaves of every sample, in the order of the token table.
 
     Attributes:
-        features: float16 [N, H], unit vectors.
+        features: float16 [N, H], unit vectors, memory-mapped, with their projection [N, P] where H > P.
         norms: float32 [N], lengths of the proxies before normalisation.
         losses: float32 [N], mean token loss.
     """
 
-    features: np.ndarray
+    features: Features
     norms: np.ndarray
     losses: np.ndarray
 
@@ -70,16 +77,22 @@ def length_batches(lengths: np.ndarray, tokens_per_batch: int) -> list[np.ndarra
     return batches
 
 
+def padding_share(lengths: np.ndarray, batches: list[np.ndarray]) -> float:
+    """Part of the tokens of all forward passes that is padding."""
+    computed = sum(len(batch) * int(lengths[batch].max()) for batch in batches)
+    return 1.0 - int(lengths.sum()) / computed
+
+
 def shard_batches(batches: list[np.ndarray]) -> list[list[np.ndarray]]:
     """Deal batches to shards of equal work; their number does not depend on the ranks."""
-    num_shards = min(len(batches), max(_MIN_SHARDS, -(-len(batches) // _BATCHES_PER_SHARD)))
+    num_shards = min(len(batches), max(_MIN_SHARDS, min(_MAX_SHARDS, -(-len(batches) // _BATCHES_PER_SHARD))))
     return [batches[s::num_shards] for s in range(num_shards)]
 
 
 def proxy_key(
     token_key: str, model_hash: str, dtype: torch.dtype, device: torch.device, tokens_per_batch: int, cpu_threads: int
 ) -> str:
-    """Hash of everything that decides the proxies' bits."""
+    """Hash of everything that decides the proxies, up to the rounding of another version of torch or attention kernel."""
     threads = cpu_threads if device.type == "cpu" else 0
     parts = (token_key, model_hash, dtype, device.type, tokens_per_batch, threads, VERSION)
     return hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=16).hexdigest()
@@ -87,21 +100,21 @@ def proxy_key(
 
 @torch.no_grad()
 def batch_losses(
-    model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One forward pass to the hidden states that lm_head reads.
+    model: PreTrainedModel, input_ids: torch.Tensor, samples: torch.Tensor, predictors: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One forward pass to the hidden states that lm_head reads, and on to the token losses.
 
     Args:
         model: a causal language model.
-        input_ids, attention_mask, labels: int64 [B, T].
+        input_ids: int64 [B, T], padded on the right: a causal model needs no mask then.
+        samples, predictors, targets: int64 [n], see `loss.supervised_positions`.
     Returns:
-        the sample of each supervised position int64 [n], its hidden state [n, H], its token loss float32 [n].
+        the hidden state of each supervised position [n, H], its token loss float32 [n].
     """
-    hidden = model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-    samples, predictors, targets = supervised_positions(labels)
+    hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
     chosen = hidden[samples, predictors]
     head = model.get_output_embeddings()
-    return samples, chosen, chunked_cross_entropy(chosen, head.weight, getattr(head, "bias", None), targets)
+    return chosen, chunked_cross_entropy(chosen, head.weight, getattr(head, "bias", None), targets)
 
 
 def gradient_proxies(
@@ -118,26 +131,28 @@ def gradient_proxies(
         unit proxies [B, H] (zero where the proxy is zero), their norms before normalisation [B], mean token losses [B].
     """
     kind = losses.dtype
-    counts = torch.bincount(samples, minlength=num_samples).clamp(min=1).to(kind)
+    zeros = torch.zeros(num_samples, dtype=kind, device=losses.device)
+    counts = zeros.index_add(0, samples, torch.ones_like(losses)).clamp(min=1)
     scaled = torch.expm1(-losses)[:, None] * hidden.to(kind)  # p_t - 1, without cancellation for confident tokens
     sums = torch.zeros(num_samples, hidden.shape[1], dtype=kind, device=hidden.device).index_add(0, samples, scaled)
     means = sums / counts[:, None]
     norms = means.norm(dim=1)
-    mean_losses = torch.zeros(num_samples, dtype=kind, device=hidden.device).index_add(0, samples, losses) / counts
+    mean_losses = zeros.index_add(0, samples, losses) / counts
     return means / torch.where(norms > 0, norms, 1.0)[:, None], norms, mean_losses
 
 
 def extract(
-    tokens: TokenTable, folder: Path, load: Callable[[], PreTrainedModel], ranks: Ranks, *, pad_id: int,
+    tokens: TokenTable, folder: Path, load: Callable[[], PreTrainedModel], ranks: Ranks, *, key: str, pad_id: int,
     tokens_per_batch: int, cpu_threads: int, hidden_size: int,
 ) -> int:  # collective
-    """Write the shards that are missing in `folder`; each rank takes whole shards.
+    """Write the shards that are missing in `folder`.
 
     Args:
         tokens: the samples.
-        folder: of this set of proxies, see `proxy_key`.
+        folder: of this set of proxies.
         load: called once on each rank that has work.
         ranks: this rank among all.
+        key: see `proxy_key`; every shard bears it.
         pad_id: fills padding.
         tokens_per_batch: padded tokens of a forward pass.
         cpu_threads: of each rank on CPU, alike for any number of ranks.
@@ -147,19 +162,25 @@ def extract(
     Raises:
         ValueError: if proxies are not finite, naming sample ids, or if the model's logits are not head x hidden.
     """
-    shards = shard_batches(length_batches(tokens.num_tokens, tokens_per_batch))
+    batches = length_batches(tokens.num_tokens, tokens_per_batch)
+    shards = shard_batches(batches)
 
     def unfinished() -> list[int]:
         folder.mkdir(parents=True, exist_ok=True)
         missing = [s for s in range(len(shards)) if not _sidecar(folder, s).is_file()]
         num_rows = sum(len(batch) for s in missing for batch in shards[s])
-        needed = num_rows * (2 * hidden_size + _ROW_BYTES) + len(missing) * _SHARD_BYTES
-        require_space(folder, needed, "extraction")
+        width = hidden_size + (PROJECTION_DIM if hidden_size > PROJECTION_DIM else 0)
+        require_space(folder, num_rows * (2 * width + _ROW_BYTES) + len(missing) * _SHARD_BYTES, "extraction")
         return missing
 
     missing = ranks.on_main(unfinished)
-    mine = missing[ranks.rank :: ranks.world_size]
-    if mine:
+    if missing:
+        ranks.print(
+            f"[proxies] {int(tokens.num_tokens.sum())} tokens of {len(tokens)} samples in {len(batches)} batches of at most "
+            f"{tokens_per_batch}, {padding_share(tokens.num_tokens, batches):.1%} padding; {len(missing)} of {len(shards)} "
+            "shards to do"
+        )
+    if ranks.rank < len(missing):
         with _threads(cpu_threads, ranks.device):
             room = Room()
             try:
@@ -172,41 +193,90 @@ def extract(
                     f"out of memory loading the model for extraction: each rank holds a whole one; use GPUs with more "
                     f"memory, or fewer ranks on a GPU ({str(error).splitlines()[0]})"
                 ) from error
-            total = int(sum(tokens.num_tokens[b].sum() for s in mine for b in shards[s]))
-            with tqdm(total=total, desc="proxies", unit="tok", disable=not ranks.is_main or None) as bar:
-                for number, shard in enumerate(mine, start=1):
-                    arrays = _run_shard(model, tokens, shards[shard], pad_id, ranks.device, room, bar)
-                    _write_shard(folder, shard, arrays)
-                    if bar.disable and number * 10 // len(mine) > (number - 1) * 10 // len(mine):  # a job's log
-                        ranks.print(f"[proxies] rank 0 has finished {number} of its {len(mine)} shards")
+            progress = _Progress([int(sum(tokens.num_tokens[b].sum() for b in shards[s])) for s in missing], ranks)
+            for number in ranks.shares(len(missing)):
+                shard = missing[number]
+                _write_shard(folder, shard, key, _run_shard(model, tokens, shards[shard], pad_id, ranks.device, room))
+                progress.finished(number)
+            progress.close()
             del model
             if ranks.device.type == "cuda":
                 torch.cuda.empty_cache()
-    ranks.gather(len(mine))  # all shards are on disk
+    ranks.gather(len(missing))  # all shards are on disk
     return len(shards) - len(missing)
 
 
-def read_proxies(folder: Path, tokens: TokenTable, tokens_per_batch: int) -> Proxies:
-    """All shards, verified, in the order of the token table.
+class _Progress:
+    """Tokens done by all ranks, as far as rank 0 can tell from the shards it is given; ten lines in a job's log."""
+
+    def __init__(self, num_tokens: list[int], ranks: Ranks):
+        self.done, self.ranks, self.started = np.cumsum(num_tokens), ranks, time.perf_counter()
+        self.bar = tqdm(total=int(self.done[-1]), desc="proxies", unit="tok", disable=not ranks.is_main or None)
+        self.shown = 0
+
+    def finished(self, number: int) -> None:
+        self.bar.update(int(self.done[number]) - self.bar.n)
+        tenth = 10 * (number + 1) // len(self.done)
+        if self.bar.disable and tenth > self.shown:
+            self.shown = tenth
+            rate = float(self.done[number]) / (time.perf_counter() - self.started)
+            left = (float(self.done[-1]) - float(self.done[number])) / rate
+            shards = f"{number + 1} of {len(self.done)} shards"
+            self.ranks.print(f"[proxies] {shards}, {rate:.0f} tokens/s, about {left:.0f} s left")
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+def read_proxies(folder: Path, tokens: TokenTable, tokens_per_batch: int, key: str) -> Proxies:
+    """Open all shards, verified against their checksums; features stay on disk.
 
     Raises:
-        ValueError: naming the shard that is missing or damaged, with the remedy.
+        ValueError: naming the shard that is missing, damaged or of other inputs, with the command that mends it.
     """
-    num_shards = len(shard_batches(length_batches(tokens.num_tokens, tokens_per_batch)))
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in ("rows", "features", "norms", "losses")}
-    for shard in range(num_shards):
+    shards = shard_batches(length_batches(tokens.num_tokens, tokens_per_batch))
+
+    def opened(shard: int) -> dict[str, np.ndarray]:
         path, sidecar = _shard(folder, shard), _sidecar(folder, shard)
+        remedy = f"`rm -f {path} {sidecar}` and the same command again make it anew, the other shards are kept"
         if not sidecar.is_file() or not path.is_file():
-            raise ValueError(f"proxy shard {path} is missing: delete {sidecar} if it is there and run the command again")
-        if hash_files([path]) != read_json(sidecar)["hash"]:
-            raise ValueError(f"proxy shard {path} is damaged: delete {sidecar} and run the command again")
-        for name, array in load_file(path).items():
-            parts[name].append(array)
-    order = np.argsort(np.concatenate(parts["rows"]))
-    features, norms, losses = (np.concatenate(parts[n])[order] for n in ("features", "norms", "losses"))
-    if len(features) != len(tokens):
-        raise ValueError(f"{folder} holds {len(features)} proxies for {len(tokens)} samples: delete the folder")
-    return Proxies(features, norms, losses)
+            raise ValueError(f"proxy shard {path} is missing: {remedy}")
+        try:
+            facts = read_json(sidecar)
+            damaged = hash_files([path]) != facts["hash"]
+        except (ValueError, KeyError, TypeError):
+            damaged, facts = True, {}
+        if damaged:
+            raise ValueError(f"proxy shard {path} is damaged, it does not have the checksum of {sidecar.name}: {remedy}")
+        if facts.get("key") != key:
+            raise ValueError(
+                f"proxy shard {path} is of another model, other data or settings (its key is {facts.get('key')}, this run's "
+                f"{key}): {remedy}"
+            )
+        arrays = _map_arrays(path)
+        if not np.array_equal(arrays["rows"], np.concatenate(shards[shard])):
+            raise ValueError(f"proxy shard {path} holds other samples than this run's shard {shard}: {remedy}")
+        return arrays
+
+    with ThreadPoolExecutor(num_threads()) as pool:
+        parts = list(pool.map(opened, range(len(shards))))
+    rows = np.concatenate([part["rows"] for part in parts])
+    back = np.argsort(rows)
+    norms, losses = (np.concatenate([part[name] for part in parts])[back] for name in ("norms", "losses"))
+    projection = [part["projection"] for part in parts if "projection" in part]
+    return Proxies(Features([part["features"] for part in parts], rows, projection), norms, losses)
+
+
+def _map_arrays(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a safetensors file, memory-mapped."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    return {
+        name: np.memmap(path, _DTYPES[spec["dtype"]], "r", 8 + size + spec["data_offsets"][0], tuple(spec["shape"]))
+        for name, spec in header.items()
+        if name != "__metadata__"
+    }
 
 
 @dataclass
@@ -216,48 +286,76 @@ class Room:
     tokens: float = float("inf")
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """A forward pass's input: what `batch_losses` takes."""
+
+    input_ids: torch.Tensor
+    samples: torch.Tensor
+    predictors: torch.Tensor
+    targets: torch.Tensor
+
+    @classmethod
+    def of(cls, tokens: TokenTable, rows: np.ndarray, pad_id: int, device: torch.device) -> _Batch:
+        padded = pad_batch([tokens[int(row)] for row in rows], pad_id)
+        positions = supervised_positions(torch.from_numpy(padded["labels"]))  # on the host: a GPU would be waited for
+        tensors = (torch.from_numpy(padded["input_ids"]), *positions)
+        return cls(*(t.pin_memory() for t in tensors)) if device.type == "cuda" else cls(*tensors)
+
+    def to(self, device: torch.device) -> _Batch:
+        tensors = (self.input_ids, self.samples, self.predictors, self.targets)
+        return _Batch(*(t.to(device, non_blocking=True) for t in tensors))
+
+
 def run_batches(
     model: PreTrainedModel, tokens: TokenTable, batches: list[np.ndarray], pad_id: int, device: torch.device, room: Room
 ) -> Iterator[tuple[np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """`batch_losses` of each batch, with its rows in front.
+    """Each batch's rows, the sample of each supervised position int64 [n], its hidden state [n, H] and its token loss [n].
 
-    A batch that does not fit into memory is halved until it does, and so are those behind it: `room` only shrinks.
+    The next batch is prepared while the model works. A batch that does not fit into memory is halved until it does, and
+    so are those behind it: `room` only shrinks.
 
     Raises:
         ValueError: if a sample alone does not fit.
     """
     waiting = list(reversed(batches))
-    while waiting:
-        rows = waiting.pop()
-        size = len(rows) * int(tokens.num_tokens[rows].max())
-        if size > room.tokens and len(rows) > 1:
-            half = len(rows) // 2
-            waiting += [rows[half:], rows[:half]]
-            continue
-        batch = pad_batch([tokens[int(row)] for row in rows], pad_id)
-        result = None
-        try:
-            result = batch_losses(model, **{k: torch.from_numpy(v).to(device) for k, v in batch.items()})
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            problem = str(error).splitlines()[0]
-        if result is not None:
-            yield rows, *result
-            continue
-        # Outside of the handler, whose traceback would keep the failed pass's tensors alive.
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        if len(rows) == 1:
-            raise ValueError(
-                f"out of memory on sample {tokens.ids[rows[0]]} alone ({size} tokens): lower data.max_length ({problem})"
-            )
-        room.tokens = size / 2
-        waiting.append(rows)
-        print(
-            f"[proxies] out of memory with {size} tokens in a batch: going on with at most {size // 2}; "
-            "selection.tokens_per_batch says how many to begin with", flush=True,
-        )  # fmt: skip
+    following: tuple[np.ndarray | None, Future[_Batch] | None] = (None, None)
+    with ThreadPoolExecutor(1) as pool:
+        while waiting:
+            rows = waiting.pop()
+            size = len(rows) * int(tokens.num_tokens[rows].max())
+            if size > room.tokens and len(rows) > 1:
+                half = len(rows) // 2
+                waiting += [rows[half:], rows[:half]]
+                continue
+            ready = following[1] if following[0] is rows else None
+            batch = ready.result() if ready is not None else _Batch.of(tokens, rows, pad_id, device)
+            if waiting:
+                following = (waiting[-1], pool.submit(_Batch.of, tokens, waiting[-1], pad_id, device))
+            result = None
+            try:
+                batch = batch.to(device)
+                result = batch_losses(model, batch.input_ids, batch.samples, batch.predictors, batch.targets)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                problem = str(error).splitlines()[0]
+            if result is not None:
+                yield rows, batch.samples, *result
+                continue
+            # Outside of the handler, whose traceback would keep the failed pass's tensors alive.
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            if len(rows) == 1:
+                raise ValueError(
+                    f"out of memory on sample {tokens.ids[rows[0]]} alone ({size} tokens): lower data.max_length ({problem})"
+                )
+            room.tokens = size / 2
+            waiting.append(rows)
+            print(
+                f"[proxies] out of memory with {size} tokens in a batch: going on with at most {size // 2}; "
+                "selection.tokens_per_batch says how many to begin with", flush=True,
+            )  # fmt: skip
 
 
 def held_out_loss(
@@ -287,30 +385,36 @@ def held_out_loss(
 
 
 def _run_shard(
-    model: PreTrainedModel, tokens: TokenTable, batches: list[np.ndarray], pad_id: int, device: torch.device, room: Room,
-    bar: tqdm,
+    model: PreTrainedModel, tokens: TokenTable, batches: list[np.ndarray], pad_id: int, device: torch.device, room: Room
 ) -> dict[str, np.ndarray]:
-    parts: dict[str, list[np.ndarray]] = {"rows": [], "features": [], "norms": [], "losses": []}
+    """The arrays of a shard; they stay on the device until its last batch is under way."""
+    all_rows: list[np.ndarray] = []
+    parts: dict[str, list[torch.Tensor]] = {"features": [], "norms": [], "losses": []}
     for rows, samples, hidden, losses in run_batches(model, tokens, batches, pad_id, device, room):
         features, norms, mean_losses = gradient_proxies(samples, hidden, losses, len(rows))
-        finite = torch.isfinite(features).all(dim=1) & torch.isfinite(mean_losses)
-        if not finite.all():
-            bad = [tokens.ids[r] for r in rows[~finite.cpu().numpy()]]
-            raise ValueError(f"the model gives NaN or infinity on samples {', '.join(bad[:10])}: check its weights, dtype")
-        parts["rows"].append(rows)
-        parts["features"].append(features.half().cpu().numpy())
-        parts["norms"].append(norms.float().cpu().numpy())
-        parts["losses"].append(mean_losses.float().cpu().numpy())
-        bar.update(int(tokens.num_tokens[rows].sum()))
-    return {name: np.concatenate(arrays) for name, arrays in parts.items()}
+        all_rows.append(rows)
+        parts["features"].append(features.half())
+        parts["norms"].append(norms.float())
+        parts["losses"].append(mean_losses.float())
+    joined = {name: torch.cat(tensors) for name, tensors in parts.items()}
+    features = joined["features"].float()
+    if features.shape[1] > PROJECTION_DIM:
+        matrix = torch.from_numpy(projection_matrix(features.shape[1])).to(device)
+        joined["projection"] = (features @ matrix).half()
+    arrays = {"rows": np.concatenate(all_rows), **{name: tensor.cpu().numpy() for name, tensor in joined.items()}}
+    finite = np.isfinite(arrays["features"]).all(axis=1) & np.isfinite(arrays["losses"])
+    if not finite.all():
+        bad = [tokens.ids[row] for row in arrays["rows"][~finite]]
+        raise ValueError(f"the model gives NaN or infinity on samples {', '.join(bad[:10])}: check its weights, dtype")
+    return arrays
 
 
-def _write_shard(folder: Path, shard: int, arrays: dict[str, np.ndarray]) -> None:
+def _write_shard(folder: Path, shard: int, key: str, arrays: dict[str, np.ndarray]) -> None:
     """The sidecar appears last, so a shard without one does not exist."""
     path = _shard(folder, shard)
     with commit_file(path) as part:
         save_file(arrays, part)
-    write_json(_sidecar(folder, shard), {"hash": hash_files([path]), "rows": len(arrays["rows"])})
+    write_json(_sidecar(folder, shard), {"hash": hash_files([path]), "rows": len(arrays["rows"]), "key": key})
 
 
 def _shard(folder: Path, shard: int) -> Path:
@@ -338,11 +442,11 @@ class _threads:
 def _check_head(model: PreTrainedModel, tokens: TokenTable, device: torch.device) -> None:
     """Refuse models whose logits are more than head x hidden (scaled, capped): proxies would be wrong without a word."""
     middle = np.argsort(tokens.num_tokens, kind="stable")[len(tokens) // 2 :][:_CHECKED_ROWS]
-    batch = {k: torch.from_numpy(v).to(device) for k, v in pad_batch([tokens[int(r)] for r in middle], 0).items()}
-    samples, predictors, _ = supervised_positions(batch.pop("labels"))
-    own = model(**batch, use_cache=False).logits[samples, predictors].float()
+    batch = _Batch.of(tokens, middle, 0, device).to(device)
+    chosen = (batch.samples, batch.predictors)
+    own = model(input_ids=batch.input_ids, use_cache=False).logits[chosen].float()
     head = model.get_output_embeddings()
-    hidden = model.base_model(**batch, use_cache=False).last_hidden_state[samples, predictors]
+    hidden = model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state[chosen]
     ours = torch.nn.functional.linear(hidden, head.weight, getattr(head, "bias", None)).float()
     difference, largest = float((ours - own).abs().max()), float(own.abs().max())
     if difference > _LOGIT_TOLERANCE * largest:  # NaN passes here and is named by sample later

@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from .selection import PlanSettings
+
 RECIPES_DIR = Path(__file__).resolve().parent.parent / "recipes"
 
 
@@ -86,21 +88,31 @@ class SelectionSection(Section):
     min_fraction: float = Field(0.0, ge=0, le=1)  # |C_c| >= min_fraction N / K
     choice: Literal["peripheral", "random", "core"] = "peripheral"
     balance: Literal["whole", "random_first"] = "whole"
-    ratio: float | None = Field(None, gt=0, le=1)  # r: kept per cluster = r n_min
+    quota: Literal["equal", "proportional", "neyman"] = "equal"  # how many each cluster keeps; the last two are ours
+    ratio: float | None = Field(None, gt=0, le=1)  # r: as many in all as equal parts of r n_min give
     keep: float | None = Field(None, gt=0, le=1)  # or a budget as a share of all samples
-    weighting: Literal["cluster", "none"] = "cluster"
+    trim: float = Field(0.0, ge=0, lt=1)  # outermost share of every cluster that is not kept: broken rows live there
+    weighting: Literal["cluster", "none", "calibrated"] = "cluster"
+    min_effective: float = Field(0.8, gt=0, le=1)  # least effective sample size of calibrated weights inside a cluster
+    dedup: bool = False  # leave near-duplicates out; they are reported anyway
+    near_duplicate_cosine: float = Field(0.99, gt=0, le=1)  # of two proxies of one cluster
+    redraw: Literal["none", "epoch"] = "none"  # with choice random: other samples in every epoch
     seed: int = Field(0, ge=0)
     num_restarts: int = Field(20, ge=1)
     tokens_per_batch: int = Field(16384, ge=1)  # padded tokens of one forward pass
     cpu_threads: int = Field(1, ge=1)  # per rank on CPU; one number for any W keeps proxies bit-equal
 
     @model_validator(mode="after")
-    def _one_budget(self) -> SelectionSection:
-        if self.ratio is not None and self.keep is not None:
-            raise ValueError(f"ratio ({self.ratio}) and keep ({self.keep}) both set the budget: give one of them")
+    def _together(self) -> SelectionSection:
         if self.num_clusters != "world" and self.num_clusters < 1:
             raise ValueError(f"num_clusters is {self.num_clusters}: at least 1, or 'world'")
+        PlanSettings(**{**self.plan_settings, "num_clusters": 1})
         return self
+
+    @property
+    def plan_settings(self) -> dict[str, Any]:
+        """What `make_plan` takes of this section."""
+        return self.model_dump(exclude={"tokens_per_batch", "cpu_threads"})
 
 
 class TrainSection(Section):

@@ -91,7 +91,8 @@ def census(output_dir: Path, plan: Plan, num_steps: int) -> list[str]:
     for epoch in sorted({entry["epoch"] for entry in steps}):
         rows = np.array([row for entry in steps if entry["epoch"] == epoch for row in entry["rows"]], dtype=np.int64)
         seen = np.bincount(rows, minlength=len(plan))
-        wrong = np.flatnonzero(seen != plan.kept)
+        kept = plan.kept_in(epoch)
+        wrong = np.flatnonzero(seen != kept)
         if len(wrong):
             raise ValueError(
                 f"census of epoch {epoch + 1}: {len(wrong)} samples were not seen as planned, the first is "
@@ -101,6 +102,6 @@ def census(output_dir: Path, plan: Plan, num_steps: int) -> list[str]:
         shares = np.bincount(plan.cluster[rows], minlength=plan.num_clusters)
         lines.append(
             f"epoch {epoch + 1}: each of {len(rows)} kept samples once; per cluster {shares.tolist()}; weights sum to "
-            f"{weight:.3f} (plan {plan.weight[plan.kept].sum():.3f})"
+            f"{weight:.3f} (plan {plan.weight[kept].sum():.3f})"
         )
     return lines

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from safetensors import SafetensorError
@@ -22,6 +23,7 @@ from .distributed import PeerError, Ranks, is_peer_gone, ranks_of_job
 from .dry_run import duration, prediction_of, training_seconds
 from .files import is_disk_full, read_json, write_json
 from .models import load_model, load_tokenizer, model_hash, pad_token_id
+from .plan import counts_text
 from .prepare import Prepared, cache_dir, extraction_dtype, prepare_tokens
 from .proxy import held_out_loss
 from .recipe import Recipe, add_recipe_arguments, recipe_from_args
@@ -182,7 +184,7 @@ def print_summary(
         write_json(output_dir / "summary.json", summary)
     table = Table(title=f"{recipe.name}: summary", show_header=False)
     table.add_row("samples", str(m["num_samples"]))
-    table.add_row("kept", f"{m['num_kept']} ({summary['kept_fraction']:.1%}), {m['quota']} of each cluster")
+    table.add_row("kept", f"{m['num_kept']} ({summary['kept_fraction']:.1%}), {counts_text(np.array(m['counts']))}")
     table.add_row("cluster sizes", ", ".join(map(str, m["sizes"])))
     table.add_row("weights", ", ".join(f"{w:.3f}" for w in m["weights"]))
     table.add_row("seconds", ", ".join(f"{k} {v:.0f}" if v else f"{k} reused" for k, v in stages.items()))

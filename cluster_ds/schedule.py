@@ -1,8 +1,8 @@
 """Stage 7: plan -> the sequence of global batches -> rank slices -> micro-batches. Pure numpy.
 
-The sequence is a pure function of (plan, seed, epoch, step); the number of ranks W only decides how a global batch is
-cut. Shapes: M kept samples, B global batch, S = ceil(M / B) steps an epoch, W ranks, G micro-batches a step of
-micro_batch_size samples each.
+The sequence is a pure function of (plan, seed, epoch, step), also where every epoch draws its own samples; the number of
+ranks W only decides how a global batch is cut. Shapes: M kept samples, B global batch, S = ceil(M / B) steps an epoch, W
+ranks, G micro-batches a step of micro_batch_size samples each.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class Schedule:
         if normalization not in ("sample_mean", "token_mean"):
             raise ValueError(f"normalization {normalization!r}: sample_mean or token_mean")
         self.plan = plan
-        self.rows = np.flatnonzero(plan.kept)  # [M]
+        self.rows = np.flatnonzero(plan.kept)  # [M], of the first epoch
         self.global_batch_size, self.epochs, self.seed, self.normalization = global_batch_size, epochs, seed, normalization
-        self._strata, self._counts = np.unique(plan.stratum[self.rows], return_inverse=True, return_counts=True)[1:]
+        self._names, self._counts = np.unique(plan.stratum[self.rows], return_counts=True)
         num_strata = len(self._counts)
         if global_batch_size < num_strata:
             raise ValueError(
@@ -86,7 +86,7 @@ class Schedule:
             )
         self.steps_per_epoch = -(-len(self.rows) // global_batch_size)
         self.filler = int(self.rows[plan.num_tokens[self.rows].argmin()])
-        self._order: tuple[int, np.ndarray] = (-1, self.rows)
+        self._epoch, self._ordered, self._strata = -1, self.rows, self.rows
 
     @property
     def num_steps(self) -> int:
@@ -96,11 +96,14 @@ class Schedule:
     def batch(self, step: int) -> GlobalBatch:
         """The global batch of a step, counted from 0 over all epochs."""
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
-        if self._order[0] != epoch:
-            self._order = (epoch, epoch_order(self._strata, self.seed, epoch))
+        if self._epoch != epoch:
+            rows = np.flatnonzero(self.plan.kept_in(epoch))
+            strata = np.searchsorted(self._names, self.plan.stratum[rows])
+            order = epoch_order(strata, self.seed, epoch)
+            self._epoch, self._ordered, self._strata = epoch, rows[order], strata[order]
         size = self.global_batch_size
-        chosen = self._order[1][step_in_epoch * size : (step_in_epoch + 1) * size]
-        rows, strata = self.rows[chosen], self._strata[chosen]
+        chosen = slice(step_in_epoch * size, (step_in_epoch + 1) * size)
+        rows, strata = self._ordered[chosen], self._strata[chosen]
         in_batch = np.bincount(strata, minlength=len(self._counts))
         weights = self.plan.weight[rows].copy()
         if in_batch.all():  # else the plan weights alone, right on average over the epoch

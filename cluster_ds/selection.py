@@ -1,6 +1,8 @@
 """Stage 5: labels and distances -> which samples are kept, and their weights in the loss.
 
-Shapes: N samples, K clusters. Source: arXiv 2609.12584, sections 4.2 and 4.3.
+Sizes |C_c| count what the weights must restore; the pool is what may be kept of it. Shapes: N samples, K clusters, M kept,
+n_c of them of cluster c. Source: arXiv 2609.12584, sections 4.2 and 4.3; the quotas beside "equal", trimming and redrawing
+are ours.
 """
 
 from __future__ import annotations
@@ -10,8 +12,75 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_BLOCK = 4096  # rows converted to float64 at a time
 _SMALL_SHARE = 0.3  # warn when the smallest cluster limits the selection to less than this
+QUOTAS = ("equal", "proportional", "neyman")
+_CHOICES = {
+    "choice": ("peripheral", "random", "core"), "balance": ("whole", "random_first"), "quota": QUOTAS,
+    "weighting": ("cluster", "none", "calibrated"), "redraw": ("none", "epoch"),
+}
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """How a plan is made from features; a recipe's `selection` section says the same.
+
+    Attributes:
+        num_clusters: K.
+        alpha, min_fraction, num_restarts: see `clustering.cluster`.
+        choice, balance, quota, ratio, keep, trim: see `select`.
+        weighting: "cluster", "none", or "calibrated" (see `calibration`).
+        min_effective: least effective sample size of calibrated weights inside a cluster.
+        dedup: whether near-duplicates are left out but for the first of each group; they are reported anyway.
+        near_duplicate_cosine: from which cosine on two proxies are near-duplicates.
+        redraw: "epoch" keeps other samples in every epoch, "none" the same.
+        seed: of the clustering and the draws.
+        normalize: whether features are divided by their lengths before they are clustered.
+    """
+
+    num_clusters: int = 4
+    alpha: float = 1.5
+    min_fraction: float = 0.0
+    choice: str = "peripheral"
+    balance: str = "whole"
+    quota: str = "equal"
+    ratio: float | None = None
+    keep: float | None = None
+    trim: float = 0.0
+    weighting: str = "cluster"
+    min_effective: float = 0.8
+    dedup: bool = False
+    near_duplicate_cosine: float = 0.99
+    redraw: str = "none"
+    seed: int = 0
+    num_restarts: int = 20
+    normalize: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range, or what does not go together."""
+        if self.num_clusters < 1:
+            raise ValueError(f"num_clusters is {self.num_clusters}: at least 1")
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"{name} {value!r}: {', '.join(allowed[:-1])} or {allowed[-1]}")
+        if self.ratio is not None and self.keep is not None:
+            raise ValueError(f"ratio ({self.ratio}) and keep ({self.keep}) both set the budget: give one of them")
+        for name in ("ratio", "keep", "min_effective"):
+            share = getattr(self, name)
+            if share is not None and not 0 < share <= 1:
+                raise ValueError(f"{name} {share} is outside (0, 1]")
+        if not 0 <= self.trim < 1:
+            raise ValueError(f"trim {self.trim} is outside [0, 1)")
+        if not 0 < self.near_duplicate_cosine <= 1:
+            raise ValueError(f"near_duplicate_cosine {self.near_duplicate_cosine} is outside (0, 1]")
+        if self.balance == "random_first" and self.quota != "equal":
+            raise ValueError(
+                f"balance random_first cuts clusters to equal sizes, quota {self.quota} to others: use balance whole"
+            )
+        if self.redraw == "epoch" and self.choice != "random":
+            raise ValueError(f"redraw epoch draws at random, but choice is {self.choice}: set choice random, or redraw none")
+        if self.redraw == "epoch" and self.weighting == "calibrated":
+            raise ValueError("weighting calibrated is for fixed samples, redraw epoch changes them: use weighting cluster")
 
 
 @dataclass(frozen=True)
@@ -20,23 +89,26 @@ class Selection:
 
     Attributes:
         kept: bool [N].
+        pool: bool [N], what could have been kept: not dropped, not trimmed.
         weights: float64 [N], the weight of each sample in the loss, also of those that are not kept.
-        quota: k, samples kept of every cluster.
+        counts: int64 [K], n_c, samples kept of each cluster.
     """
 
     kept: np.ndarray
+    pool: np.ndarray
     weights: np.ndarray
-    quota: int
+    counts: np.ndarray
 
 
-def cluster_weights(sizes: np.ndarray) -> np.ndarray:
-    """Weight each cluster so that balanced batches keep the full data's mean gradient.
+def cluster_weights(sizes: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
+    """Weight each cluster so that batches which hold the clusters in proportion to n_c keep the full data's mean gradient.
 
     Args:
         sizes: int64 [K], samples per cluster before balancing.
+        counts: int64 [K], n_c; equal ones by default.
 
     Returns:
-        float64 [K], w_c = |C_c| K / N; the mean over clusters is 1.
+        float64 [K], w_c = (|C_c| / N) (M / n_c), which is |C_c| K / N for equal n_c; the mean over kept samples is 1.
 
     Raises:
         ValueError: if a cluster is empty.
@@ -45,108 +117,155 @@ def cluster_weights(sizes: np.ndarray) -> np.ndarray:
     sizes = np.asarray(sizes)
     if (sizes <= 0).any():
         raise ValueError(f"cluster {int(np.argmin(sizes))} is empty: sizes {sizes.tolist()}")
-    return sizes * len(sizes) / sizes.sum()
+    counts = np.ones_like(sizes) if counts is None else counts
+    return sizes * (counts.sum() / sizes.sum()) / counts
 
 
-def quota_per_cluster(sizes: np.ndarray, ratio: float | None, keep: float | None) -> int:
-    """k, the number of samples kept of every cluster.
+def quota_counts(
+    sizes: np.ndarray, available: np.ndarray, *, quota: str = "equal", ratio: float | None = None, keep: float | None = None,
+    spreads: np.ndarray | None = None,
+) -> np.ndarray:
+    """n_c, the number of samples kept of each cluster.
 
     Args:
-        sizes: int64 [K].
-        ratio: r in (0, 1], k = max(1, floor(r n_min)); used when `keep` is None, 1 by default.
+        sizes: int64 [K], |C_c|.
+        available: int64 [K], how many of them may be kept.
+        quota: "equal" keeps the same number of each; "proportional" n_c ~ |C_c|; "neyman" n_c ~ |C_c| S_c, which gives the
+            weighted batch gradient the least variance. All three keep the same number in all, as far as it can be had.
+        ratio: r in (0, 1]: in all K max(1, floor(r n_min)) with n_min the least available; 1 if `keep` is None as well.
         keep: a budget as a share of all N samples instead.
+        spreads: float64 [K], S_c for "neyman".
 
     Raises:
-        ValueError: if the budget is more than equal parts of the smallest cluster can give.
+        ValueError: if the budget is more than can be kept, with the remedy.
     """
-    smallest, total, k = int(sizes.min()), int(sizes.sum()), len(sizes)
-    if ratio is not None and keep is not None:
-        raise ValueError(f"ratio ({ratio}) and keep ({keep}) both set the budget: give one of them")
-    for name, share in (("ratio", ratio), ("keep", keep)):
-        if share is not None and not 0 < share <= 1:
-            raise ValueError(f"{name} {share} is outside (0, 1]")
+    k, total = len(sizes), int(sizes.sum())
+    smallest = int(available.min())
+    if smallest == 0:
+        raise ValueError(f"nothing of cluster {int(available.argmin())} is left to keep: lower selection.trim")
     if keep is None:
-        return max(1, int(np.floor((1.0 if ratio is None else ratio) * smallest + 1e-9)))
-    quota = max(1, int(np.floor(keep * total / k + 1e-9)))
-    if quota > smallest:
-        most = int(1000 * k * smallest / total) / 1000
+        each = max(1, int(np.floor((1.0 if ratio is None else ratio) * smallest + 1e-9)))
+        budget = k * each
+    else:
+        each = max(1, int(np.floor(keep * total / k + 1e-9)))
+        budget = max(k, int(np.floor(keep * total + 1e-9)))
+    if quota == "equal":
+        if each > smallest:
+            most = int(1000 * k * smallest / total) / 1000
+            raise ValueError(
+                f"selection.keep {keep:g} needs {each} samples of every cluster, but cluster {int(available.argmin())} has "
+                f"{smallest}: at most {most} can be kept with sizes {sizes.tolist()}; lower keep, raise "
+                "selection.min_fraction, use fewer clusters, or selection.quota proportional, which reaches any budget"
+            )
+        return np.full(k, each, dtype=np.int64)
+    if budget > available.sum():
         raise ValueError(
-            f"selection.keep {keep:g} needs {quota} samples of every cluster, but cluster {int(sizes.argmin())} has "
-            f"{smallest}: at most {most} can be kept with sizes {sizes.tolist()}; lower keep, raise selection.min_fraction, "
-            "or use fewer clusters"
+            f"selection.keep {keep:g} needs {budget} samples, but {int(available.sum())} of {total} are left after trimming "
+            "and deduplication: lower keep or selection.trim"
         )
-    return quota
+    shares = sizes.astype(np.float64)
+    if quota == "neyman":
+        if spreads is None:
+            raise ValueError("quota 'neyman' needs the clusters' spreads")
+        shares = shares * np.maximum(spreads, 1e-9 * max(float(spreads.max()), 1e-300))
+    return apportion(shares, budget, available)
+
+
+def apportion(shares: np.ndarray, total: int, most: np.ndarray) -> np.ndarray:
+    """Whole numbers in proportion to shares, each from 1 to `most`, that sum to `total`; ties to the lower index.
+
+    Args:
+        shares: float64 [K], positive.
+        total: from K to the sum of `most`.
+        most: int64 [K].
+    """
+    low, high = 0.0, float((most / shares).max())  # clip(x shares, 1, most) grows from K to sum(most)
+    for _ in range(200):
+        middle = (low + high) / 2
+        if np.clip(middle * shares, 1, most).sum() < total:
+            low = middle
+        else:
+            high = middle
+    exact = np.clip(high * shares, 1, most)
+    counts = np.floor(exact + 1e-9).astype(np.int64)
+    order = np.argsort(-(exact - counts), kind="stable")
+    while (short := total - int(counts.sum())) != 0:  # rounding alone: less than one a cluster
+        possible = order[counts[order] < most[order]] if short > 0 else order[::-1][counts[order[::-1]] > 1]
+        counts[possible[: abs(short)]] += np.sign(short)
+    return counts
+
+
+def draw(strata: np.ndarray, by_id: np.ndarray, pool: np.ndarray, counts: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+    """A random part of each stratum, a pure function of (seed, epoch).
+
+    Args:
+        strata: int [N]; negative: in none.
+        by_id: int64 [N], the rows in the order of their ids.
+        pool: bool [N], rows that may be drawn.
+        counts: int64 [K], how many of each stratum.
+        seed, epoch: of the draw.
+    Returns:
+        bool [N].
+    """
+    kept = np.zeros(len(strata), dtype=bool)
+    candidates = by_id[pool[by_id]]
+    of = strata[candidates]
+    for stratum, count in enumerate(counts):
+        members = candidates[of == stratum]
+        kept[np.random.default_rng((seed, 2, stratum, epoch)).permutation(members)[:count]] = True
+    return kept
 
 
 def select(
-    labels: np.ndarray, distances: np.ndarray, ids: list[str] | np.ndarray, *, choice: str = "peripheral",
-    balance: str = "whole", ratio: float | None = None, keep: float | None = None, weighting: str = "cluster",
-    seed: int = 0,
+    labels: np.ndarray, distances: np.ndarray, ids: list[str] | np.ndarray, settings: PlanSettings, *,
+    spreads: np.ndarray | None = None, dropped: np.ndarray | None = None,
 ) -> Selection:
-    """Keep the same number of samples of every cluster.
+    """Keep a part of every cluster.
 
     Args:
         labels: int64 [N], every cluster occurs.
         distances: float64 [N], to the own centroid.
-        ids: N sample ids; they break ties and key the random draws, so the order of the rows does not matter.
-        choice: "peripheral" keeps the farthest, "core" the nearest, "random" any.
-        balance: "whole" chooses from the whole cluster, "random_first" cuts every cluster to n_min at random before.
-        ratio, keep: see `quota_per_cluster`.
-        weighting: "cluster" for w_c = |C_c| K / N, "none" for 1.
-        seed: of the random draws.
+        ids: N sample ids, or numbers that sort like them; they break ties and key the random draws, so the order of the rows
+            does not matter.
+        settings: of these, choice ("peripheral" keeps the farthest, "core" the nearest, "random" any), balance ("whole"
+            chooses from the whole cluster, "random_first" cuts every cluster to n_min at random before), trim (the outermost
+            share of every cluster that is not kept, because broken rows lie there; it still counts in |C_c|), weighting
+            ("none" for 1), quota, ratio, keep (see `quota_counts`) and seed count here.
+        spreads: float64 [K], S_c for quota "neyman".
+        dropped: bool [N], rows that are in no size and never kept, e.g. duplicates.
     """
-    if choice not in ("peripheral", "random", "core"):
-        raise ValueError(f"choice {choice!r}: peripheral, random or core")
-    if balance not in ("whole", "random_first"):
-        raise ValueError(f"balance {balance!r}: whole or random_first")
-    if weighting not in ("cluster", "none"):
-        raise ValueError(f"weighting {weighting!r}: cluster or none")
-    sizes = np.bincount(labels)
-    quota = quota_per_cluster(sizes, ratio, keep)
-    smallest = int(sizes.min())
-    if len(sizes) * smallest < _SMALL_SHARE * len(labels):
+    k = int(labels.max()) + 1
+    by_id = np.argsort(np.asarray(ids), kind="stable")
+    pool = np.ones(len(labels), dtype=bool) if dropped is None else ~dropped
+    sizes = np.bincount(labels[pool], minlength=k)
+    outermost_first = by_id[np.lexsort((-distances[by_id], labels[by_id]))]
+    outermost_first = outermost_first[pool[outermost_first]]
+    if settings.trim:
+        starts = np.cumsum(sizes) - sizes
+        place = np.arange(len(outermost_first)) - starts[labels[outermost_first]]
+        pool[outermost_first[place < np.floor(settings.trim * sizes + 1e-9)[labels[outermost_first]]]] = False
+    available = np.bincount(labels[pool], minlength=k)
+    counts = quota_counts(
+        sizes, available, quota=settings.quota, ratio=settings.ratio, keep=settings.keep, spreads=spreads
+    )
+    smallest = int(available.min())
+    if settings.quota == "equal" and k * smallest < _SMALL_SHARE * sizes.sum():
         warnings.warn(
-            f"cluster {int(sizes.argmin())} has {smallest} of {len(labels)} samples, so at most "
-            f"{len(sizes) * smallest / len(labels):.1%} can be kept: raise selection.min_fraction (a lower bound on the "
-            "cluster sizes) or use fewer clusters",
+            f"cluster {int(available.argmin())} has {smallest} of {sizes.sum()} samples, so at most "
+            f"{k * smallest / sizes.sum():.1%} can be kept: raise selection.min_fraction (a lower bound on the "
+            "cluster sizes), use fewer clusters, or selection.quota proportional",
             stacklevel=2,
         )
-    ids = np.asarray(ids)
+    weights = cluster_weights(sizes, counts)[labels] if settings.weighting != "none" else np.ones(len(labels))
+    if settings.choice == "random":
+        return Selection(draw(labels, by_id, pool, counts, settings.seed, 0), pool, weights, counts)
+    among = pool
+    if settings.balance == "random_first":
+        among = draw(labels, by_id, pool, np.full(k, smallest), settings.seed, 0)
+    order = outermost_first if settings.choice == "peripheral" else by_id[np.lexsort((distances[by_id], labels[by_id]))]
+    order = order[among[order]]
+    of = labels[order]
+    place = np.arange(len(order)) - np.searchsorted(of, np.arange(k))[of]
     kept = np.zeros(len(labels), dtype=bool)
-    for c in range(len(sizes)):
-        members = np.flatnonzero(labels == c)
-        members = members[np.argsort(ids[members])]
-        if balance == "random_first" or choice == "random":
-            shuffled = members[np.random.default_rng((seed, 2, c)).permutation(len(members))]
-            members = shuffled[:smallest] if balance == "random_first" else shuffled
-        if choice != "random":
-            by_id = np.argsort(ids[members])
-            sign = -1.0 if choice == "peripheral" else 1.0
-            members = members[by_id][np.argsort(sign * distances[members[by_id]], kind="stable")]
-        kept[members[:quota]] = True
-    weights = cluster_weights(sizes)[labels] if weighting == "cluster" else np.ones(len(labels))
-    return Selection(kept, weights, quota)
-
-
-def selection_bias(features: np.ndarray, selection: Selection, labels: np.ndarray) -> tuple[float, np.ndarray]:
-    """How far the mean that training sees lies from the full data's.
-
-    Args:
-        features: float [N, H].
-        selection: what is kept, with the weights it is trained with.
-        labels: int64 [N].
-    Returns:
-        ||sum w_i g_i / sum w_i - mu|| / ||mu|| over kept i, and float64 [K], the cosine of kept and full cluster means.
-    """
-    k, kept = int(labels.max()) + 1, selection.kept
-    groups = np.arange(k)[:, None] == labels  # bool [K, N]
-    rows = np.concatenate([np.ones((1, len(labels))), (kept * selection.weights)[None], groups, groups & kept])
-    sums = np.zeros((len(rows), features.shape[1]))
-    for start in range(0, len(labels), _BLOCK):
-        block = slice(start, start + _BLOCK)
-        sums += rows[:, block] @ features[block].astype(np.float64)
-    mean, seen = sums[0] / len(labels), sums[1] / rows[1].sum()
-    full, chosen = sums[2 : 2 + k], sums[2 + k :]
-    lengths = np.linalg.norm(full, axis=1) * np.linalg.norm(chosen, axis=1)
-    cosines = (full * chosen).sum(axis=1) / np.maximum(lengths, 1e-300)
-    return float(np.linalg.norm(seen - mean) / max(float(np.linalg.norm(mean)), 1e-300)), cosines
+    kept[order[place < counts[of]]] = True
+    return Selection(kept, pool, weights, counts)

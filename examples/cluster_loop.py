@@ -13,6 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import cluster_ds
+from cluster_ds.loss import supervised_positions
 from cluster_ds.proxy import batch_losses, gradient_proxies
 from cluster_ds.tokens import pad_batch
 from examples.plain_loop import CONFIG, load
@@ -23,8 +24,9 @@ def proxies(model, samples):
     rows = []
     for start in range(0, len(samples), 16):
         batch = {k: torch.from_numpy(v) for k, v in pad_batch(samples[start : start + 16], pad_id=0).items()}
-        index, hidden, losses = batch_losses(model, **batch)
-        rows.append(gradient_proxies(index, hidden, losses, len(batch["labels"]))[0].numpy())
+        positions = supervised_positions(batch["labels"])
+        hidden, losses = batch_losses(model, batch["input_ids"], *positions)
+        rows.append(gradient_proxies(positions[0], hidden, losses, len(batch["labels"]))[0].numpy())
     return np.concatenate(rows)
 
 

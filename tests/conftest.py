@@ -98,3 +98,8 @@ def hand_plan(clusters, *, kept=None, weights=None, num_tokens=None, num_supervi
         num_supervised_tokens=(tokens - 1 if num_supervised is None else np.asarray(num_supervised)).astype(np.int64),
         loss=np.zeros(n, dtype=np.float32),
     )
+
+
+def in_order(features) -> np.ndarray:
+    """All vectors of `Features` in memory, in the order of their samples."""
+    return np.concatenate(features.parts)[np.argsort(features.rows)]

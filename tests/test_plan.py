@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 import cluster_ds
-from cluster_ds.plan import Plan, make_plan
+from cluster_ds.plan import Plan
+from cluster_ds.planning import make_plan
 
 
 def features(n=200, dim=6, seed=0):
@@ -76,7 +77,7 @@ def test_zero_proxies_are_outside_of_everything():
     plan = make_plan(points, IDS, LENGTHS)
     assert plan.cluster[[3, 50]].tolist() == [-1, -1] and not plan.kept[[3, 50]].any()
     sizes = np.bincount(plan.cluster[plan.cluster >= 0])
-    assert sizes.sum() == 198 and plan.manifest["excluded"] == {"zero proxy": 2}
+    assert sizes.sum() == 198 and plan.manifest["excluded"] == {"zero proxy": 2, "near-duplicate": 0}
     np.testing.assert_allclose(plan.manifest["weights"], sizes * 4 / 198)
 
 

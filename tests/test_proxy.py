@@ -7,7 +7,7 @@ import torch
 from cluster_ds.distributed import Ranks
 from cluster_ds.proxy import Room, extract, gradient_proxies, length_batches, read_proxies, run_batches, shard_batches
 
-from .conftest import random_samples, tiny_llama
+from .conftest import in_order, random_samples, tiny_llama
 
 
 class Table(list):
@@ -88,33 +88,34 @@ def test_batches_and_shards_hold_every_row_once():
     assert max(work) < 1.5 * min(work)
 
 
-SETTINGS = {"pad_id": 0, "tokens_per_batch": 60, "cpu_threads": 1, "hidden_size": 32}
+SETTINGS = {"key": "k", "pad_id": 0, "tokens_per_batch": 60, "cpu_threads": 1, "hidden_size": 32}
 
 
 def test_finished_shards_are_kept_and_damage_is_named(tmp_path):
     samples = Table(random_samples(80, seed=2))
     ranks = Ranks(0, 1, 0)
     assert extract(samples, tmp_path / "a", tiny_llama, ranks, **SETTINGS) == 0
-    whole = read_proxies(tmp_path / "a", samples, 60)
-    norms = np.linalg.norm(whole.features.astype(float), axis=1)
-    assert whole.features.dtype == np.float16 and np.abs(norms - 1).max() < 1e-3
+    whole = read_proxies(tmp_path / "a", samples, 60, "k")
+    features = in_order(whole.features)
+    norms = np.linalg.norm(features.astype(float), axis=1)
+    assert features.dtype == np.float16 and np.abs(norms - 1).max() < 1e-3
 
     shard = tmp_path / "a" / "shard-00003.safetensors"
     sidecar = shard.with_suffix(".json")
     good = shard.read_bytes()
     shard.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    with pytest.raises(ValueError, match="shard-00003.safetensors is damaged: delete .*shard-00003.json and run"):
-        read_proxies(tmp_path / "a", samples, 60)
+    with pytest.raises(ValueError, match="shard-00003.safetensors is damaged, .*: `rm -f .*shard-00003.safetensors .*shard-00003.json` and the same"):
+        read_proxies(tmp_path / "a", samples, 60, "k")
     sidecar.unlink()
     with pytest.raises(ValueError, match="shard-00003.safetensors is missing"):
-        read_proxies(tmp_path / "a", samples, 60)
+        read_proxies(tmp_path / "a", samples, 60, "k")
     stamps = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "a").iterdir()}
     done = extract(samples, tmp_path / "a", tiny_llama, ranks, **SETTINGS)
     assert done == len(list((tmp_path / "a").glob("*.safetensors"))) - 1
     again = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "a").iterdir()}
     assert {n for n in again if again[n] != stamps.get(n)} == {shard.name, sidecar.name}
     assert shard.read_bytes() == good
-    np.testing.assert_array_equal(read_proxies(tmp_path / "a", samples, 60).features, whole.features)
+    np.testing.assert_array_equal(in_order(read_proxies(tmp_path / "a", samples, 60, "k").features), features)
 
 
 def test_nan_names_the_samples(tmp_path):
@@ -168,8 +169,8 @@ def test_out_of_memory_halves_the_budget_and_changes_nothing(tmp_path, capsys, m
     monkeypatch.setattr("cluster_ds.proxy._check_head", lambda *_: None)  # it has its own tests
     extract(samples, tmp_path / "b", load, Ranks(0, 1, 0), **SETTINGS)
     assert max(sizes) <= limit and capsys.readouterr().out.count("going on with at most") == 1
-    whole, halved = (read_proxies(tmp_path / name, samples, 60) for name in ("a", "b"))
-    assert np.allclose(whole.features, halved.features, atol=2e-3) and np.allclose(whole.losses, halved.losses, atol=1e-5)
+    whole, halved = (read_proxies(tmp_path / name, samples, 60, "k") for name in ("a", "b"))
+    assert np.allclose(in_order(whole.features), in_order(halved.features), atol=2e-3) and np.allclose(whole.losses, halved.losses, atol=1e-5)
     limit = 3
     with pytest.raises(ValueError, match=r"out of memory on sample s\d+ alone \(24 tokens\): lower data.max_length"):
         extract(samples, tmp_path / "c", load, Ranks(0, 1, 0), **SETTINGS)

@@ -1,0 +1,123 @@
+"""Stage 4b: near-duplicates, pairs of one cluster whose proxies' cosine is above a bound, at a cost linear in N. Ours.
+
+Trees split every cluster at the median of a random direction until leaves hold at most 1,024 points; inside a leaf all
+pairs are compared in the random projection, and what is near there is checked with the full vectors. Clusters that fit one
+leaf are compared completely; in larger ones each of three trees has its chance to bring a pair into one leaf (measured
+recall: tests/test_duplicates.py). Every point is linked to its nearest earlier point by id, so a group of m duplicates
+costs m links and not m^2. Shapes: N points, P projection, m points of a leaf.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from .features import PROJECTION_DIM, Points, num_threads, one_thread_a_block
+
+_LEAF = 1024
+_TREES = 3
+_SLACK = 1.35  # on a squared distance in the projection, whose relative error is about sqrt(2 / P) = .09
+_CHECKED = 1024  # pairs whose full vectors are read at a time
+
+
+@dataclass(frozen=True)
+class Duplicates:
+    """What `near_duplicates` returns.
+
+    Attributes:
+        first: int64 [N], for each point the earliest one, by id, of its group; itself where it is alone or the earliest.
+        pairs: int64 [p, 2], links that were found, the earlier point first.
+        cosines: float64 [p], theirs.
+        min_cosine: the bound.
+    """
+
+    first: np.ndarray
+    pairs: np.ndarray
+    cosines: np.ndarray
+    min_cosine: float
+
+    @property
+    def repeated(self) -> np.ndarray:
+        """Bool [N], points that have an earlier one in their group."""
+        return self.first != np.arange(len(self.first))
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of two or more."""
+        return len(np.unique(self.first[self.repeated]))
+
+
+def near_duplicates(points: Points, labels: np.ndarray, by_id: np.ndarray, min_cosine: float, seed: int = 0) -> Duplicates:
+    """Find near-duplicates inside clusters.
+
+    Args:
+        points: unit vectors [N, H].
+        labels: int64 [N].
+        by_id: int64 [N], the points in the order of their ids.
+        min_cosine: of a pair.
+        seed: of the trees.
+    """
+    with one_thread_a_block():
+        near = points.projected() if points.dim > PROJECTION_DIM else points
+        exact = near is points
+        threshold = (2.0 - 2.0 * min_cosine) * (1.0 if exact else _SLACK) + 1e-6
+        ranks = np.empty(len(points), dtype=np.int64)
+        ranks[by_id] = np.arange(len(points))
+
+        def of_cluster(c: int) -> list[np.ndarray]:
+            members = by_id[labels[by_id] == c]
+            vectors = near.take(members).float().cpu().numpy()
+            rng = np.random.default_rng((seed, 4, c))
+            trees = _TREES if len(members) > _LEAF else 1
+            return [members[pairs] for _ in range(trees) for leaf in _leaves(vectors, rng)
+                    if len(pairs := _nearest_earlier(vectors, leaf, threshold))]
+
+        with ThreadPoolExecutor(num_threads()) as pool:
+            found = [pairs for parts in pool.map(of_cluster, range(int(labels.max()) + 1)) for pairs in parts]
+        pairs = np.unique(np.concatenate([np.empty((0, 2), dtype=np.int64), *found]), axis=0)
+        cosines = _cosines(points, pairs)
+    sure = cosines >= min_cosine
+    pairs, cosines = pairs[sure], cosines[sure]
+    links = coo_array((np.ones(len(pairs)), (pairs[:, 0], pairs[:, 1])), shape=(len(points), len(points)))
+    groups = connected_components(links, directed=False)[1]
+    earliest = np.full(groups.max() + 1, len(points))
+    np.minimum.at(earliest, groups, ranks)
+    return Duplicates(by_id[earliest[groups]], pairs, cosines, min_cosine)
+
+
+def _leaves(vectors: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+    """Rows of each leaf, ascending."""
+    waiting, leaves = [np.arange(len(vectors))], []
+    while waiting:
+        rows = waiting.pop()
+        if len(rows) <= _LEAF:
+            leaves.append(rows)
+            continue
+        order = np.argsort(vectors[rows] @ rng.standard_normal(vectors.shape[1], dtype=np.float32), kind="stable")
+        half = len(rows) // 2
+        waiting += [np.sort(rows[order[:half]]), np.sort(rows[order[half:]])]
+    return leaves
+
+
+def _nearest_earlier(vectors: np.ndarray, rows: np.ndarray, threshold: float) -> np.ndarray:
+    """int64 [p, 2], each row of a leaf that has an earlier one within a squared distance, behind the nearest such."""
+    x = vectors[rows]
+    squares = (x**2).sum(axis=1)
+    distances = squares[:, None] + squares[None] - 2.0 * (x @ x.T)
+    distances[np.triu_indices(len(rows))] = np.inf
+    nearest = distances.argmin(axis=1)
+    close = np.flatnonzero(distances[np.arange(len(rows)), nearest] <= threshold)
+    return np.stack([rows[nearest[close]], rows[close]], axis=1)
+
+
+def _cosines(points: Points, pairs: np.ndarray) -> np.ndarray:
+    parts = []
+    for start in range(0, len(pairs), _CHECKED):
+        a, b = (points.take(pairs[start : start + _CHECKED, side]) for side in (0, 1))
+        parts.append(torch.nn.functional.cosine_similarity(a, b, dim=1).double().cpu().numpy())
+    return np.concatenate(parts) if parts else np.zeros(0)

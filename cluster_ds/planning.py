@@ -1,0 +1,236 @@
+"""Stages 4 to 6 in order: features -> clusters -> selection -> plan. Knows no model, no process group, no DeepSpeed.
+
+Vectors are never gathered: they stay in the array or the shards they come from (see `features`) and are read block by block.
+Shapes: N samples, n of them with a proxy that is not zero, H features, K clusters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+
+from .calibration import calibrate
+from .clustering import Clusters, cluster, require_finite, require_memory, seconds_needed
+from .duplicates import Duplicates, near_duplicates
+from .features import Features, Points, as_features, one_thread_a_block
+from .files import size_text
+from .plan import Plan
+from .selection import PlanSettings, Selection, cluster_weights, select
+from .variance import Moments, batch_variances, cluster_sums, effective_sample_size, selection_bias
+
+_EXTREME_ROWS = 50
+_SHOWN_PAIRS = 50
+
+
+def make_plan(
+    features: np.ndarray | Features, ids: Sequence[str], lengths: Sequence[int] | np.ndarray, *,
+    num_supervised_tokens: Sequence[int] | np.ndarray | None = None, losses: np.ndarray | None = None,
+    norms: np.ndarray | None = None, sources: Sequence[str] | None = None, provenance: dict[str, Any] | None = None,
+    device: torch.device | None = None, report: Callable[[str], None] | None = None, **settings: Any,
+) -> Plan:
+    """Cluster any features, keep a part of every cluster, weight it.
+
+    Args:
+        features: float [N, H], e.g. gradient proxies; row i belongs to ids[i] and dataset[i]. Zero vectors are excluded.
+        ids: N unique sample ids.
+        lengths: tokens of each sample.
+        num_supervised_tokens: labels that the model is asked to predict in each sample; lengths - 1 by default.
+        losses: float [N], mean token loss of each sample before training, kept in the plan.
+        norms: float [N], lengths of the proxies before normalisation, for features that are unit vectors already.
+        sources: N names of a mixture's sources, kept in the plan and counted per cluster.
+        provenance: hashes that `Plan.differences` compares later.
+        device: where blocks of features are computed; the CPU by default.
+        report: called with lines about what is about to be done.
+        settings: see `PlanSettings`.
+
+    Raises:
+        ValueError: for shapes that do not fit, repeated ids, features that are not finite, and what the stages refuse.
+    """
+    wanted = PlanSettings(**settings)
+    store = as_features(features)
+    lengths = np.asarray(lengths, dtype=np.int64)
+    supervised = np.asarray(lengths - 1 if num_supervised_tokens is None else num_supervised_tokens, dtype=np.int64)
+    by_id = _require_rows(store, ids, lengths, supervised, losses, sources)
+    num_samples = len(ids)
+    device = torch.device("cpu") if device is None else device
+
+    in_store = Points(store, np.arange(num_samples), device=device)
+    lengths_of = np.empty(num_samples)
+    with one_thread_a_block():
+        lengths_of[store.rows] = in_store.norms()
+    require_finite(lengths_of, np.asarray(ids))
+    # An array is summed in the order of its ids, so that its own order does not matter; shards as they lie on disk.
+    rows, positions = (store.rows, in_store.positions) if isinstance(features, Features) else (by_id, by_id)
+    usable = lengths_of[rows] != 0
+    rows, positions = rows[usable], positions[usable]
+    if not len(rows):
+        raise ValueError(f"all {num_samples} features are zero vectors")
+    unit = Points(store, positions, 1.0 / lengths_of[rows], device=device)
+    points = unit if wanted.normalize else replace(unit, scale=None)
+    magnitudes = lengths_of[rows] if norms is None else np.asarray(norms, dtype=np.float64)[rows]
+    rank = np.empty(num_samples, dtype=np.int64)
+    rank[by_id] = np.arange(num_samples)
+
+    needed = require_memory(len(points), points.dim, wanted.num_clusters, bool(store.projection))
+    if report is not None:
+        seconds = seconds_needed(points, wanted.num_clusters, wanted.num_restarts)
+        report(
+            f"clustering {len(points)} x {points.dim} into {wanted.num_clusters}: about {seconds:.0f} s and at most "
+            f"{size_text(needed)} of memory"
+        )
+    clusters = cluster(
+        points, wanted.num_clusters, alpha=wanted.alpha, min_fraction=wanted.min_fraction, seed=wanted.seed,
+        num_restarts=wanted.num_restarts, ids=rank[rows],
+    )
+    with one_thread_a_block():
+        statistics, selection = _select(points, unit, clusters, magnitudes, rank[rows], wanted)
+    fields = {name: _spread(values, rows, num_samples, fill, dtype) for name, values, fill, dtype in (
+        ("cluster", clusters.labels, -1, np.int32), ("distance", clusters.distances, np.nan, np.float64),
+        ("weight", selection.weights, 0.0, np.float64), ("kept", selection.kept, False, bool),
+        ("pool", selection.pool, False, bool),
+    )}
+    loss = np.asarray(np.full(num_samples, np.nan) if losses is None else losses, dtype=np.float32)
+    redrawn = wanted.redraw == "epoch"
+    manifest = {
+        "provenance": provenance or {}, "selection": asdict(wanted), "num_samples": num_samples, "num_clustered": len(rows),
+        **statistics, "distance_length_correlation": _correlation(clusters.distances, supervised[rows]),
+        "extreme_rows": _extreme_rows(clusters, selection, rows, ids, lengths, supervised, loss),
+        "near_duplicates": _named(statistics["near_duplicates"], rows, ids),
+        "excluded": {
+            "zero proxy": num_samples - len(rows),
+            "near-duplicate": int(statistics["near_duplicates"].repeated.sum()) if wanted.dedup else 0,
+        },
+        "versions": {name: version(name) for name in ("numpy", "scikit-learn", "torch", "transformers", "deepspeed")},
+    }
+    return Plan(
+        ids=list(ids), stratum=fields["cluster"].copy(), num_tokens=lengths, num_supervised_tokens=supervised, loss=loss,
+        source=list(sources) if sources is not None and len(set(sources)) > 1 else [], manifest=manifest,
+        redraw_seed=wanted.seed if redrawn else None, cluster=fields["cluster"], distance=fields["distance"],
+        weight=fields["weight"], kept=fields["kept"], pool=fields["pool"] if redrawn else None,
+    )
+
+
+def _select(
+    points: Points, unit: Points, clusters: Clusters, magnitudes: np.ndarray, ranks: np.ndarray, wanted: PlanSettings
+) -> tuple[dict[str, Any], Selection]:
+    """The selection and what the manifest says of it; everything in the order of `points`."""
+    labels, k = clusters.labels, len(clusters.centroids)
+    by_id = np.argsort(ranks)
+    duplicates = near_duplicates(unit, labels, by_id, wanted.near_duplicate_cosine, wanted.seed)
+    counted = ~duplicates.repeated if wanted.dedup else np.ones(len(labels), dtype=bool)
+    factors = magnitudes if wanted.normalize else np.ones(len(labels))
+    squares = magnitudes**2
+    sizes = np.bincount(labels[counted], minlength=k)
+    sums = cluster_sums(points, labels, k, np.stack([counted * 1.0, counted * factors]))
+    moments = Moments.of(sums[1], sizes, np.bincount(labels, counted * squares, k))
+    selection = select(labels, clusters.distances, ranks, wanted, spreads=np.sqrt(moments.variances), dropped=~counted)
+    available = np.bincount(labels[selection.pool], minlength=k)
+    bias = selection_bias(points, labels, selection.kept, selection.weights, counted, factors, squares)
+    statistics: dict[str, Any] = {}
+    if wanted.weighting == "calibrated":
+        selection, statistics["calibration"] = _calibrated(points, labels, selection, sums[0] / sizes[:, None], wanted)
+        before = bias.relative_shift
+        bias = selection_bias(points, labels, selection.kept, selection.weights, counted, factors, squares)
+        statistics["calibration"] |= {"shift_before": before, "shift_after": bias.relative_shift}
+    weights = cluster_weights(sizes, selection.counts) if wanted.weighting != "none" else np.ones(k)
+    statistics |= {
+        "num_kept": int(selection.kept.sum()), "sizes": sizes.tolist(), "counts": selection.counts.tolist(),
+        "weights": weights.tolist(), "effective_sample_size": effective_sample_size(selection.weights[selection.kept]),
+        "cap": clusters.cap, "floor": clusters.floor, "num_moved": clusters.num_moved, "gap": clusters.gap,
+        "inertia": clusters.inertia, "bias": {"relative_shift": bias.relative_shift, "cosines": bias.cosines.tolist()},
+        "variance": {
+            **batch_variances(moments, available, int(selection.counts.sum())), "kept": bias.variance,
+            "bias_squared": bias.squared, "inside": moments.variances.tolist(), "between": moments.between,
+        },
+        "near_duplicates": duplicates,
+    }
+    return statistics, selection
+
+
+def _calibrated(
+    points: Points, labels: np.ndarray, selection: Selection, means: np.ndarray, wanted: PlanSettings
+) -> tuple[Selection, dict[str, Any]]:
+    """Weights times those of each cluster's calibration."""
+    weights = selection.weights.copy()
+    inside = np.ones(len(weights))
+    ridges = []
+    for c, mean in enumerate(means):
+        mine = np.flatnonzero(selection.kept & (labels == c))
+        scale = None if points.scale is None else points.scale[mine]
+        found = calibrate(replace(points, positions=points.positions[mine], scale=scale), mean, wanted.min_effective)
+        inside[mine] = found.weights
+        ridges.append(found.ridge if np.isfinite(found.ridge) else None)
+    kept = inside[selection.kept]
+    facts = {"effective_sample_size": effective_sample_size(kept), "largest_weight": float(kept.max()), "ridges": ridges}
+    return replace(selection, weights=weights * inside), facts
+
+
+def _require_rows(
+    store: Features, ids: Sequence[str], lengths: np.ndarray, supervised: np.ndarray, losses: np.ndarray | None,
+    sources: Sequence[str] | None,
+) -> np.ndarray:
+    """Refuse rows that do not belong together; returns int64 [N], the rows in the order of their ids."""
+    if not (len(store) == len(ids) == len(lengths) == len(supervised)):
+        raise ValueError(
+            f"{len(store)} features, {len(ids)} ids, {len(lengths)} lengths and {len(supervised)} supervised counts"
+        )
+    if not all(isinstance(i, str) for i in ids):
+        raise ValueError("sample ids must be text")
+    names = np.asarray(ids)
+    by_id = np.argsort(names, kind="stable")
+    num_repeated = int((names[by_id][1:] == names[by_id][:-1]).sum())
+    if num_repeated:
+        raise ValueError(f"{num_repeated} of {len(ids)} sample ids repeat an earlier one: ids must be unique")
+    if (supervised < 1).any():
+        at = int(np.argmax(supervised < 1))
+        raise ValueError(f"sample {ids[at]} has no supervised token: exclude such rows before making a plan")
+    for name, values in (("losses", losses), ("sources", sources)):
+        if values is not None and len(values) != len(ids):
+            raise ValueError(f"{len(values)} {name} for {len(ids)} samples")
+    return by_id
+
+
+def _spread(values: np.ndarray, rows: np.ndarray, num_samples: int, fill: Any, dtype: Any) -> np.ndarray:
+    """Values of some rows as a column of all."""
+    out = np.full(num_samples, fill, dtype=dtype)
+    out[rows] = values
+    return out
+
+
+def _extreme_rows(
+    clusters: Clusters, selection: Selection, rows: np.ndarray, ids: Sequence[str], lengths: np.ndarray,
+    supervised: np.ndarray, loss: np.ndarray,
+) -> list[dict[str, Any]]:
+    """The rows that lie farthest out, by distance over their cluster's median: broken ones are found here first."""
+    medians = np.array([np.median(clusters.distances[clusters.labels == c]) for c in range(len(clusters.centroids))])
+    times = clusters.distances / np.maximum(medians[clusters.labels], 1e-12)
+    order = np.lexsort((rows, -times))[:_EXTREME_ROWS]
+    return [
+        {
+            "id": ids[rows[i]], "cluster": int(clusters.labels[i]), "distance": float(clusters.distances[i]),
+            "times_median": float(times[i]), "kept": bool(selection.kept[i]), "num_tokens": int(lengths[rows[i]]),
+            "num_supervised_tokens": int(supervised[rows[i]]),
+            "loss": None if np.isnan(loss[rows[i]]) else float(loss[rows[i]]),
+        }
+        for i in order
+    ]
+
+
+def _named(duplicates: Duplicates, rows: np.ndarray, ids: Sequence[str]) -> dict[str, Any]:
+    """For the manifest: numbers, and the closest pairs by their ids."""
+    closest = np.argsort(-duplicates.cosines, kind="stable")[:_SHOWN_PAIRS]
+    return {
+        "min_cosine": duplicates.min_cosine, "num_repeated": int(duplicates.repeated.sum()),
+        "num_groups": duplicates.num_groups,
+        "closest": [[ids[rows[a]], ids[rows[b]], float(duplicates.cosines[i])] for i in closest
+                    for a, b in [duplicates.pairs[i]]],
+    }
+
+
+def _correlation(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.corrcoef(a, b)[0, 1]) if np.ptp(a) > 0 and np.ptp(b) > 0 else 0.0
