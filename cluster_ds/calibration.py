@@ -1,18 +1,21 @@
-"""Stage 5b: weights inside a cluster under which the kept samples' mean proxy is the whole cluster's. Ours.
+"""Stage 5b: weights of the kept samples under which their mean proxy is the full data's, and each cluster's its own. Ours.
 
-The peripheral choice moves a cluster's mean. For its m kept proxies g_i and the whole cluster's mean mu, the weights are
+The peripheral choice moves the means. With C_i = g_i - mu_c the kept proxies about their whole cluster's mean, a_i = pi_c / m_c,
+r_c = sum over i in c of w_i C_i / m_c what is left of cluster c's shift, the weights are
 
-    min over w >= 0 of  1/2 || mu - (1/m) sum_i w_i g_i ||^2 + (ridge / 2m) sum_i (w_i - 1)^2,
+    min over w >= 0 of  || sum_c pi_c r_c ||^2 + tau sum_c pi_c || r_c ||^2 + ridge sum_i a_i (w_i - 1)^2,
 
-non-negative least squares with a ridge towards 1. Its optimum has the form w_i = max(0, 1 + g_i u) with u in R^H, the
-minimum of a smooth convex function (scipy's L-BFGS): the m weights are never solved for, and the proxies are read block by
-block. A constant coordinate is added to every proxy, which holds the weights' mean at 1. A small ridge leaves little bias,
-but weights that differ more: it is made as small as a bound on the effective sample size allows. In survey sampling this
-is calibration by a truncated linear distance (Deville and Saerndal 1992). Shapes: m kept samples, H features.
+non-negative least squares with a ridge towards 1, with sum w_i = m_c in every cluster. Its optimum has the form
+w_i = max(0, 1 + b_c + C_i (v + v_c)), where b, v and v_c, (K + 1) H + K numbers, minimise a smooth convex function (scipy's
+L-BFGS): the weights themselves are never unknowns, and the proxies are read block by block where they are many. A small ridge
+leaves little bias, but weights that differ more: it is made as small as a bound on the effective sample size allows. In survey
+sampling this is calibration with a truncated linear distance (Deville and Saerndal 1992). Shapes: M kept samples, m_c of
+cluster c, K clusters, H features.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,19 +25,22 @@ from scipy.optimize import minimize
 from .features import Points
 from .variance import effective_sample_size
 
-_LEAST_RIDGE, _GREATEST_RIDGE = 1e-7, 1e2
-_BISECTIONS = 6
-_ITERATIONS = 200
+_OWN = 0.1  # tau: what a cluster's own mean counts beside the mean of all
+_MASS = 100.0  # how firmly a cluster's weights are held at their sum, which is then made exact
+_LEAST_RIDGE, _FIRST_RIDGE, _GREATEST_RIDGE = 1e-6, 1e-2, 1e2
+_BISECTIONS = 8
+_ITERATIONS = 300
+_HELD = 1 << 25  # elements that are kept in memory; more are read again for every evaluation
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Weights of one cluster's kept samples.
+    """What `calibrate` returns.
 
     Attributes:
-        weights: float64 [m], non-negative, of mean 1.
-        ridge: that they were found with.
-        effective_sample_size: (sum w)^2 / (m sum w^2).
+        weights: float64 [M], non-negative, of mean 1 in every cluster.
+        ridge: that they were found with; infinite for weights of 1.
+        effective_sample_size: (sum w)^2 / (M sum w^2).
     """
 
     weights: np.ndarray
@@ -42,55 +48,102 @@ class Calibration:
     effective_sample_size: float
 
 
-def calibrate(points: Points, mean: np.ndarray, min_effective: float) -> Calibration:
+def calibrate(points: Points, labels: np.ndarray, means: np.ndarray, shares: np.ndarray, min_effective: float) -> Calibration:
     """The least biased weights whose effective sample size is at least `min_effective`.
 
     Args:
-        points: the kept proxies [m, H] of one cluster.
-        mean: float64 [H], of the whole cluster.
+        points: the kept proxies [M, H].
+        labels: int64 [M].
+        means: float64 [K, H], of whole clusters.
+        shares: float64 [K], pi_c.
         min_effective: in (0, 1].
     """
-    u = np.zeros(len(mean) + 1)
+    problem = _Problem(points, labels, means, shares)
     best = Calibration(np.ones(len(points)), np.inf, 1.0)
-    low, high = np.log(_LEAST_RIDGE), np.log(_GREATEST_RIDGE)
-    middle = np.log(1e-2)
+    start = np.zeros(problem.num_unknowns)
+    low, middle, high = (float(np.log(r)) for r in (_LEAST_RIDGE, _FIRST_RIDGE, _GREATEST_RIDGE))
     for _ in range(_BISECTIONS):
-        found, ahead = calibrate_at(points, mean, float(np.exp(middle)), u)
+        found, ahead = problem.solve(float(np.exp(middle)), start)
         if found.effective_sample_size >= min_effective:
-            best, u, high = found, ahead, middle
+            best, start, high = found, ahead, middle
         else:
             low = middle
         middle = (low + high) / 2
     return best
 
 
-def calibrate_at(
-    points: Points, mean: np.ndarray, ridge: float, start: np.ndarray | None = None
-) -> tuple[Calibration, np.ndarray]:
-    """The weights of one ridge, and u float64 [H + 1] to start another one from."""
-    target = np.append(mean, 1.0)
-    m = len(points)
-    weights = np.empty(m)
+class _Problem:
+    """The dual at any ridge; unknowns are b [K], v [H] and v_c [K, H], one behind the other."""
 
-    def objective(u: np.ndarray) -> tuple[float, np.ndarray]:
-        along = torch.tensor(u[:-1], dtype=points.dtype, device=points.device)
+    def __init__(self, points: Points, labels: np.ndarray, means: np.ndarray, shares: np.ndarray):
+        self.points, self.labels, self.shares = points, labels, shares
+        self.k, self.dim = means.shape
+        self.of_row = torch.from_numpy(labels).to(points.device)
+        self.means = torch.tensor(means, dtype=points.dtype, device=points.device)
+        self.amounts = (shares / np.bincount(labels, minlength=self.k))[labels]
+        self.num_unknowns = self.k + (self.k + 1) * self.dim
+        self.held: torch.Tensor | None = None
+        if len(points) * self.dim <= _HELD:
+            self.held = points.take(slice(0, len(points))) - self.means[self.of_row]
 
-        def work(_: slice, block: torch.Tensor, __: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-            w = (1.0 + block @ along + u[-1]).clamp_(min=0.0)
-            return w.double().cpu().numpy(), (w @ block).double().cpu().numpy()
+    def solve(self, ridge: float, start: np.ndarray) -> tuple[Calibration, np.ndarray]:
+        """The weights of one ridge, and the unknowns to start the next from."""
+        found = minimize(
+            self._objective, start, args=(ridge,), jac=True, method="L-BFGS-B",
+            options={"maxiter": _ITERATIONS, "ftol": 1e-11, "gtol": 1e-7},
+        )
+        weights = self._evaluate(found.x)[0]
+        total = np.bincount(self.labels, weights, self.k)
+        count = np.bincount(self.labels, minlength=self.k)
+        scaled = np.where(total[self.labels] > 0, weights * (count / np.maximum(total, 1e-300))[self.labels], 1.0)
+        return Calibration(scaled, ridge, effective_sample_size(scaled)), found.x
 
-        pull = np.zeros(len(mean))
-        for span, (part, toward) in points.map_blocks(work):
+    def _objective(self, x: np.ndarray, ridge: float) -> tuple[float, np.ndarray]:
+        b, v, own = self._split(x)
+        weights, pulls = self._evaluate(x)
+        masses = np.bincount(self.labels, self.amounts * weights, self.k)
+        value = (
+            0.5 * ridge * (v @ v + self.shares @ (own**2).sum(axis=1) / _OWN + self.shares @ b**2 / _MASS)
+            - self.shares @ b + 0.5 * self.amounts @ weights**2
+        )
+        slopes = (
+            masses - self.shares + ridge / _MASS * self.shares * b, ridge * v + pulls.sum(axis=0),
+            (ridge / _OWN * self.shares[:, None] * own + pulls).ravel(),
+        )
+        return float(value), np.concatenate(slopes)
+
+    def _split(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        k, dim = self.k, self.dim
+        return x[:k], x[k : k + dim], x[k + dim :].reshape(k, dim)
+
+    def _evaluate(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The weights [M], and sum_i a_i w_i C_i of each cluster [K, H]."""
+        b, v, own = self._split(x)
+        like = {"dtype": self.points.dtype, "device": self.points.device}
+        directions, base = torch.tensor((v + own).T, **like), torch.tensor(1.0 + b, **like)
+        amounts = torch.from_numpy(self.amounts).to(**like)
+
+        def work(span: slice, centred: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+            mine = self.of_row[span]
+            along = (centred @ directions).gather(1, mine[:, None])[:, 0]
+            w = (base[mine] + along).clamp_(min=0.0)
+            rows = torch.zeros(self.k, len(mine), **like)
+            rows[mine, torch.arange(len(mine), device=mine.device)] = w * amounts[span]
+            return w.double().cpu().numpy(), (rows @ centred).double().cpu().numpy()
+
+        def blocks() -> Iterator[tuple[slice, tuple[np.ndarray, np.ndarray]]]:
+            if self.held is not None:
+                everything = slice(0, len(self.points))
+                yield everything, work(everything, self.held)
+                return
+
+            def centre(span: slice, block: torch.Tensor, spare: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+                return work(span, block.sub_(torch.index_select(self.means, 0, self.of_row[span], out=spare)))
+
+            yield from self.points.map_blocks(centre)
+
+        weights, pulls = np.empty(len(self.points)), np.zeros((self.k, self.dim))
+        for span, (part, pull) in blocks():
             weights[span] = part
-            pull += toward
-        value = 0.5 * ridge * (u @ u) - target @ u + 0.5 * (weights @ weights) / m
-        return float(value), ridge * u - target + np.append(pull, weights.sum()) / m
-
-    found = minimize(
-        objective, np.zeros(len(target)) if start is None else start, jac=True, method="L-BFGS-B",
-        options={"maxiter": _ITERATIONS, "ftol": 1e-12, "gtol": 1e-7},
-    )
-    objective(found.x)
-    total = weights.sum()
-    scaled = weights * (m / total) if total > 0 else np.ones(m)
-    return Calibration(scaled, ridge, effective_sample_size(scaled)), found.x
+            pulls += pull
+        return weights, pulls

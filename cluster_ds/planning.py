@@ -133,7 +133,8 @@ def _select(
     bias = selection_bias(points, labels, selection.kept, selection.weights, counted, factors, squares)
     statistics: dict[str, Any] = {}
     if wanted.weighting == "calibrated":
-        selection, statistics["calibration"] = _calibrated(points, labels, selection, sums[0] / sizes[:, None], wanted)
+        means = sums[0] / sizes[:, None]
+        selection, statistics["calibration"] = _calibrated(points, labels, selection, means, moments.shares, wanted)
         before = bias.relative_shift
         bias = selection_bias(points, labels, selection.kept, selection.weights, counted, factors, squares)
         statistics["calibration"] |= {"shift_before": before, "shift_after": bias.relative_shift}
@@ -153,21 +154,20 @@ def _select(
 
 
 def _calibrated(
-    points: Points, labels: np.ndarray, selection: Selection, means: np.ndarray, wanted: PlanSettings
+    points: Points, labels: np.ndarray, selection: Selection, means: np.ndarray, shares: np.ndarray, wanted: PlanSettings
 ) -> tuple[Selection, dict[str, Any]]:
-    """Weights times those of each cluster's calibration."""
+    """Weights times those of the calibration."""
+    mine = np.flatnonzero(selection.kept)
+    scale = None if points.scale is None else points.scale[mine]
+    kept = replace(points, positions=points.positions[mine], scale=scale)
+    found = calibrate(kept, labels[mine], means, shares, wanted.min_effective)
     weights = selection.weights.copy()
-    inside = np.ones(len(weights))
-    ridges = []
-    for c, mean in enumerate(means):
-        mine = np.flatnonzero(selection.kept & (labels == c))
-        scale = None if points.scale is None else points.scale[mine]
-        found = calibrate(replace(points, positions=points.positions[mine], scale=scale), mean, wanted.min_effective)
-        inside[mine] = found.weights
-        ridges.append(found.ridge if np.isfinite(found.ridge) else None)
-    kept = inside[selection.kept]
-    facts = {"effective_sample_size": effective_sample_size(kept), "largest_weight": float(kept.max()), "ridges": ridges}
-    return replace(selection, weights=weights * inside), facts
+    weights[mine] *= found.weights
+    facts = {
+        "effective_sample_size": found.effective_sample_size, "largest_weight": float(found.weights.max()),
+        "ridge": found.ridge if np.isfinite(found.ridge) else None,
+    }
+    return replace(selection, weights=weights), facts
 
 
 def _require_rows(
