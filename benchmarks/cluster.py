@@ -95,21 +95,24 @@ def fit(n: int, alpha: float, iterations: int, rounds: int) -> dict:
             "inertia": {"ours": ours(), "k-means-constrained": theirs()}}
 
 
-def large(x: np.ndarray, k: int) -> dict:
+def large_ours(x: np.ndarray, k: int) -> dict:
     with peak_anonymous() as peak:
         started = time.perf_counter()
-        ours = cluster(x, k, alpha=float(k))
+        found = cluster(x, k, alpha=float(k))
         seconds = time.perf_counter() - started
+    return {"seconds": seconds, "inertia": found.inertia, "num_moved": found.num_moved, "anonymous_bytes": peak.most,
+            "anonymous_bytes_above_start": peak.above}
+
+
+def large_sklearn(x: np.ndarray, k: int) -> dict:
     started = time.perf_counter()
-    theirs = KMeans(k, n_init=10, random_state=0, algorithm="lloyd", copy_x=False).fit(x.astype(np.float32))
-    theirs_seconds = time.perf_counter() - started
-    exact = sum(
-        float(((x[i : i + 4096].astype(np.float64) - theirs.cluster_centers_[theirs.labels_[i : i + 4096]]) ** 2).sum())
-        for i in range(0, len(x), 4096)
-    )
-    return {"k": k, "n": len(x), "d": x.shape[1], "seconds": {"ours": seconds, "scikit-learn": theirs_seconds},
-            "inertia": {"ours": ours.inertia, "scikit-learn": exact}, "anonymous_bytes_above_start": peak.above,
-            "anonymous_bytes": peak.most, "num_moved": ours.num_moved}
+    found = KMeans(k, n_init=10, random_state=0, algorithm="lloyd", copy_x=False).fit(x.astype(np.float32))
+    seconds = time.perf_counter() - started
+    exact = 0.0  # in float64, as ours
+    for start in range(0, len(x), 4096):
+        own = found.cluster_centers_[found.labels_[start : start + 4096]]
+        exact += float(((x[start : start + 4096].astype(np.float64) - own) ** 2).sum())
+    return {"seconds": seconds, "inertia": exact}
 
 
 def main() -> None:
@@ -120,20 +123,20 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     held = []
-    result: dict = {"large": []}
-    if not args.skip_large:  # first: the process's memory is still its own
+    result: dict = {}
+    if not args.skip_large:
         x = clustered_file(args.folder / "cluster_ds_benchmark_80000x4096.npy", 80_000, 4096)
-        for k in (4, 8):
-            found = large(x, k)
-            result["large"].append(found)
-            ratio = found["seconds"]["ours"] / found["seconds"]["scikit-learn"]
-            worse = found["inertia"]["ours"] / found["inertia"]["scikit-learn"]
-            anonymous = found["anonymous_bytes"] / 1e9
+        ours = {k: large_ours(x, k) for k in (4, 8)}  # first: the process's memory is still its own
+        result["large"] = {k: {"ours": ours[k], "scikit-learn": large_sklearn(x, k)} for k in ours}
+        for k, found in result["large"].items():
+            mine, peers = found["ours"], found["scikit-learn"]
+            ratio, worse = mine["seconds"] / peers["seconds"], mine["inertia"] / peers["inertia"]
+            times = f"{mine['seconds']:.1f} s <= .5 x scikit-learn's {peers['seconds']:.1f} s ({ratio:.3f})"
+            anonymous = mine["anonymous_bytes"] / 1e9
             held += [
                 claim(f"K = {k}: inertia <= 1.001 x scikit-learn's best of 10 ({worse:.6f})", worse <= 1.001),
-                claim(f"K = {k}: {found['seconds']['ours']:.1f} s <= .5 x scikit-learn's "
-                      f"{found['seconds']['scikit-learn']:.1f} s ({ratio:.3f})", ratio <= 0.5),
-                claim(f"K = {k}: {anonymous:.2f} GB of anonymous memory in the whole process < 1 GB", anonymous < 1 or k != 4),
+                claim(f"K = {k}: {times}", ratio <= 0.5),
+                claim(f"K = {k}: {anonymous:.2f} GB of anonymous memory in the whole process < 1 GB", anonymous < 1),
             ]
     result["assignment"] = [assignment(n, alpha, args.rounds) for n in (20_000, 200_000) for alpha in (1.0, 1.2)]
     rows: list[list[object]] = []
@@ -141,7 +144,8 @@ def main() -> None:
         for name, t in a["times"].items():
             rows.append([f"{a['n']} alpha {a['alpha']} {name}", t["median_s"], f"{t['least_s']:.3f}-{t['most_s']:.3f}",
                          t["median_s"] / a["times"]["ours"]["median_s"], a["cost"][name] / a["cost"]["OR-tools"] - 1])
-    show(f"assignment, K = {K}, {args.rounds} rounds", ["", "median s", "spread", "time / ours", "cost over OR-tools'"], rows)
+    columns = ["", "median s", "spread", "time / ours", "cost over OR-tools'"]
+    show(f"assignment, K = {K}, {args.rounds} rounds", columns, rows)
     for a in result["assignment"]:
         ratio, wanted = median_ratio(a["times"], "k-means-constrained", "ours"), 10 if a["n"] == 200_000 else 3
         over = a["cost"]["ours"] / a["cost"]["OR-tools"] - 1
@@ -152,8 +156,9 @@ def main() -> None:
     for f in result["fit"]:
         ratio = median_ratio(f["times"], "k-means-constrained", "ours")
         inertia = f["inertia"]["ours"] / f["inertia"]["k-means-constrained"]
-        held.append(claim(f"whole fit of {f['n']}, {f['iterations']} iterations, alpha {f['alpha']}: k-means-constrained >= 3 x "
-                          f"ours ({ratio:.1f}); inertia {inertia:.5f} of its", ratio >= 3))
+        what = f"whole fit of {f['n']}, {f['iterations']} iterations, alpha {f['alpha']}"
+        text = f"{what}: k-means-constrained >= 3 x ours ({ratio:.1f}); inertia {inertia:.5f} of its"
+        held.append(claim(text, ratio >= 3))
     result["held"] = all(held)
     write(args.json, result)
 

@@ -13,7 +13,7 @@ import argparse
 import math
 from pathlib import Path
 
-from common import alternate, claim, median_ratio, peak_anonymous, show, write  # isort: skip
+from common import alternate, claim, peak_anonymous, show, write  # isort: skip
 
 import numpy as np
 import torch
@@ -162,17 +162,16 @@ def main() -> None:
              ["", "median s", "spread", "time / ours", "FLOPs / ours", "peak MB above the model"], rows)
         if name == "fp32":
             share = memory["ours"] / memory["plain"]
+            ratio = {who: times[who]["median_s"] / times["ours"]["median_s"] for who in times}
             held += [
-                claim(f"ours <= 1.0 x plain ({median_ratio(times, 'ours', 'plain'):.3f})", median_ratio(times, "ours", "plain") <= 1),
-                claim(f"ours <= 1.25 x hidden ({median_ratio(times, 'ours', 'hidden'):.3f})",
-                      median_ratio(times, "ours", "hidden") <= 1.25),
+                claim(f"ours <= 1.0 x plain ({1 / ratio['plain']:.3f})", ratio["plain"] >= 1),
+                claim(f"ours <= 1.25 x hidden ({1 / ratio['hidden']:.3f})", ratio["hidden"] >= 1 / 1.25),
                 claim(f"ours' peak memory <= .6 x plain's ({share:.3f})", share <= 0.6),
-                claim(f"IFD >= 1.4 x ours ({median_ratio(times, 'IFD', 'ours'):.3f})", median_ratio(times, "IFD", "ours") >= 1.4),
-                claim(f"LESS >= 2 x ours ({median_ratio(times, 'LESS', 'ours'):.3f})", median_ratio(times, "LESS", "ours") >= 2),
+                claim(f"IFD >= 1.4 x ours ({ratio['IFD']:.3f})", ratio["IFD"] >= 1.4),
+                claim(f"LESS >= 2 x ours ({ratio['LESS']:.3f})", ratio["LESS"] >= 2),
             ]
-    worst = max(padding.values())
-    held.append(claim(f"padding < 5 % on the quickstart's lengths ({', '.join(f'{b}: {p:.1%}' for b, p in padding.items())})",
-                      worst < 0.05))
+    shares = ", ".join(f"{budget} tokens a batch: {share:.1%}" for budget, share in padding.items())
+    held.append(claim(f"padding < 5 % on the quickstart's lengths ({shares})", max(padding.values()) < 0.05))
     result["held"] = all(held)
     write(args.json, result)
 

@@ -1,22 +1,23 @@
 """Stage 5b: weights of the kept samples under which their mean proxy is the full data's, and each cluster's its own. Ours.
 
-The peripheral choice moves the means. With C_i = g_i - mu_c the kept proxies about their whole cluster's mean, a_i = pi_c / m_c,
-r_c = sum over i in c of w_i C_i / m_c what is left of cluster c's shift, the weights are
+The peripheral choice moves the means. With C_i = g_i - mu_c the kept proxies about their whole cluster's mean, a_i = pi_c /
+m_c, and r_c = sum over i in c of w_i C_i / m_c what is left of cluster c's shift, the weights are
 
     min over w >= 0 of  || sum_c pi_c r_c ||^2 + tau sum_c pi_c || r_c ||^2 + ridge sum_i a_i (w_i - 1)^2,
 
 non-negative least squares with a ridge towards 1, with sum w_i = m_c in every cluster. Its optimum has the form
 w_i = max(0, 1 + b_c + C_i (v + v_c)), where b, v and v_c, (K + 1) H + K numbers, minimise a smooth convex function (scipy's
-L-BFGS): the weights themselves are never unknowns, and the proxies are read block by block where they are many. A small ridge
-leaves little bias, but weights that differ more: it is made as small as a bound on the effective sample size allows. In survey
-sampling this is calibration with a truncated linear distance (Deville and Saerndal 1992). Shapes: M kept samples, m_c of
-cluster c, K clusters, H features.
+L-BFGS): the weights themselves are never unknowns, and the proxies are read block by block where they are many. A small
+ridge leaves little bias, but weights that differ more: it is made as small as a bound on the effective sample size allows.
+In survey sampling this is calibration with a truncated linear distance (Deville and Saerndal 1992). Shapes: M kept samples,
+m_c of cluster c, K clusters, H features.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,7 +49,9 @@ class Calibration:
     effective_sample_size: float
 
 
-def calibrate(points: Points, labels: np.ndarray, means: np.ndarray, shares: np.ndarray, min_effective: float) -> Calibration:
+def calibrate(
+    points: Points, labels: np.ndarray, means: np.ndarray, shares: np.ndarray, min_effective: float
+) -> Calibration:
     """The least biased weights whose effective sample size is at least `min_effective`.
 
     Args:
@@ -119,7 +122,7 @@ class _Problem:
     def _evaluate(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The weights [M], and sum_i a_i w_i C_i of each cluster [K, H]."""
         b, v, own = self._split(x)
-        like = {"dtype": self.points.dtype, "device": self.points.device}
+        like: dict[str, Any] = {"dtype": self.points.dtype, "device": self.points.device}
         directions, base = torch.tensor((v + own).T, **like), torch.tensor(1.0 + b, **like)
         amounts = torch.from_numpy(self.amounts).to(**like)
 

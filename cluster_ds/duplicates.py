@@ -4,7 +4,7 @@ Trees split every cluster at the median of a random direction until leaves hold 
 pairs are compared in the random projection, and what is near there is checked with the full vectors. Clusters that fit one
 leaf are compared completely; in larger ones each of three trees has its chance to bring a pair into one leaf (measured
 recall: tests/test_duplicates.py). Every point is linked to its nearest earlier point by id, so a group of m duplicates
-costs m links and not m^2. Shapes: N points, P projection, m points of a leaf.
+costs m links and not m^2. Equal rows are always found. Shapes: N points, P projection, m points of a leaf.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .features import PROJECTION_DIM, Points, num_threads, one_thread_a_block
 _LEAF = 1024
 _TREES = 3
 _SLACK = 1.35  # on a squared distance in the projection, whose relative error is about sqrt(2 / P) = .09
+_ROUNDING = 1e-9  # of a cosine
 _CHECKED = 1024  # pairs whose full vectors are read at a time
 
 
@@ -71,23 +72,36 @@ def near_duplicates(points: Points, labels: np.ndarray, by_id: np.ndarray, min_c
 
         def of_cluster(c: int) -> list[np.ndarray]:
             members = by_id[labels[by_id] == c]
-            vectors = near.take(members).float().cpu().numpy()
+            vectors = near.take(members).float().cpu().numpy() + 0.0  # -0.0 becomes 0.0
+            distinct, same = _distinct(vectors)
             rng = np.random.default_rng((seed, 4, c))
-            trees = _TREES if len(members) > _LEAF else 1
-            return [members[pairs] for _ in range(trees) for leaf in _leaves(vectors, rng)
-                    if len(pairs := _nearest_earlier(vectors, leaf, threshold))]
+            trees = _TREES if len(distinct) > _LEAF else 1
+            pairs = [distinct[_nearest_earlier(vectors[distinct], leaf, threshold)]
+                     for _ in range(trees) for leaf in _leaves(vectors[distinct], rng)]
+            return [members[found] for found in (same, *pairs)]
 
         with ThreadPoolExecutor(num_threads()) as pool:
             found = [pairs for parts in pool.map(of_cluster, range(int(labels.max()) + 1)) for pairs in parts]
         pairs = np.unique(np.concatenate([np.empty((0, 2), dtype=np.int64), *found]), axis=0)
         cosines = _cosines(points, pairs)
-    sure = cosines >= min_cosine
+    sure = cosines >= min_cosine - _ROUNDING
     pairs, cosines = pairs[sure], cosines[sure]
     links = coo_array((np.ones(len(pairs)), (pairs[:, 0], pairs[:, 1])), shape=(len(points), len(points)))
     groups = connected_components(links, directed=False)[1]
     earliest = np.full(groups.max() + 1, len(points))
     np.minimum.at(earliest, groups, ranks)
     return Duplicates(by_id[earliest[groups]], pairs, cosines, min_cosine)
+
+
+def _distinct(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The first rows of each value, ascending, and int64 [p, 2], every other row behind the first one of its value.
+
+    Many copies of one row would fill whole leaves, and the trees would part them by chance.
+    """
+    values = np.ascontiguousarray(vectors).view(np.dtype((np.void, vectors.shape[1] * vectors.itemsize)))[:, 0]
+    _, first, of = np.unique(values, return_index=True, return_inverse=True)
+    others = np.flatnonzero(first[of] != np.arange(len(vectors)))
+    return np.sort(first), np.stack([first[of[others]], others], axis=1)
 
 
 def _leaves(vectors: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:

@@ -5,7 +5,18 @@ import pytest
 import torch
 
 from cluster_ds.distributed import Ranks
-from cluster_ds.proxy import Room, extract, gradient_proxies, length_batches, read_proxies, run_batches, shard_batches
+from cluster_ds.features import projection_matrix
+from cluster_ds.files import hash_files
+from cluster_ds.proxy import (
+    Room,
+    extract,
+    gradient_proxies,
+    length_batches,
+    padding_share,
+    read_proxies,
+    run_batches,
+    shard_batches,
+)
 
 from .conftest import in_order, random_samples, tiny_llama
 
@@ -179,3 +190,72 @@ def test_out_of_memory_halves_the_budget_and_changes_nothing(tmp_path, capsys, m
 def test_no_space_is_said_before_the_model_is_loaded(tmp_path):
     with pytest.raises(ValueError, match=r"extraction needs about [\d.]+ GB in .*are free there: free space"):
         extract(Table(random_samples(20)), tmp_path, None, Ranks(0, 1, 0), **{**SETTINGS, "hidden_size": 10**12})
+
+
+def test_shards_are_refused_by_name_with_the_command_that_mends_them(tmp_path):
+    import json
+    import shutil
+    import subprocess
+
+    samples = Table(random_samples(80, seed=2))
+    folder = tmp_path / "a"
+
+    def extracted():
+        return extract(samples, folder, tiny_llama, Ranks(0, 1, 0), **SETTINGS)
+
+    extracted()
+    good = in_order(read_proxies(folder, samples, 60, "k").features)
+    shard, other = folder / "shard-00002.safetensors", folder / "shard-00003.safetensors"
+    sidecar = shard.with_suffix(".json")
+    whole = {path: path.read_bytes() for path in (shard, sidecar)}
+    facts = json.loads(sidecar.read_text())
+
+    def flip(at):
+        data = bytearray(whole[shard])
+        data[at] ^= 4
+        shard.write_bytes(data)
+
+    damages = {
+        "is damaged, it does not have the checksum of shard-00002.json": [
+            lambda: flip(len(whole[shard]) // 2), lambda: flip(3), lambda: shard.write_bytes(b""), lambda: sidecar.write_text("{"),
+            lambda: sidecar.write_text("{}"), lambda: sidecar.write_text("[]"), lambda: shutil.copy(other, shard),
+        ],
+        "is missing": [shard.unlink, sidecar.unlink],
+        r"is of another model, other data or settings \(its key is zz, this run's k\)": [
+            lambda: sidecar.write_text(json.dumps({**facts, "key": "zz"})),
+        ],
+        "holds other samples than this run's shard 2": [
+            lambda: (shutil.copy(other, shard), sidecar.write_text(json.dumps({**facts, "hash": hash_files([shard])}))),
+        ],
+    }
+    for message, ways in damages.items():
+        for damage in ways:
+            damage()
+            with pytest.raises(ValueError, match=f"shard-00002.safetensors {message}") as error:
+                read_proxies(folder, samples, 60, "k")
+            command = str(error.value).split("`")[1]
+            assert command == f"rm -f {shard} {sidecar}"
+            subprocess.run(command, shell=True, check=True)
+            assert extracted() == len(list(folder.glob("*.json"))) - 1  # that one alone is made anew
+            np.testing.assert_array_equal(in_order(read_proxies(folder, samples, 60, "k").features), good)
+
+
+def test_the_projection_is_written_in_the_same_pass(tmp_path):
+    samples = Table(random_samples(30))
+    wide = {"hidden_size": 320, "num_attention_heads": 4}
+    extract(samples, tmp_path, lambda: tiny_llama(**wide), Ranks(0, 1, 0), **{**SETTINGS, "hidden_size": 320})
+    features = read_proxies(tmp_path, samples, 60, "k").features
+    assert len(features.projection) == len(features.parts) and features.projection[0].shape[1] == 256
+    assert all(isinstance(part, np.memmap) and part.dtype == np.float16 for part in (*features.parts, *features.projection))
+    expected = np.concatenate(features.parts).astype(np.float32) @ projection_matrix(320)
+    np.testing.assert_allclose(np.concatenate(features.projection), expected, atol=2e-3)
+
+
+def test_the_padding_is_told(tmp_path, capsys):
+    samples = Table(random_samples(80, seed=2))
+    extract(samples, tmp_path, tiny_llama, Ranks(0, 1, 0), **SETTINGS)
+    lengths = samples.num_tokens
+    batches = length_batches(lengths, 60)
+    padded = sum(len(b) * lengths[b].max() for b in batches)
+    share = f"{1 - lengths.sum() / padded:.1%} padding"
+    assert share in capsys.readouterr().out and padding_share(lengths, batches) == pytest.approx(1 - lengths.sum() / padded)

@@ -156,3 +156,35 @@ def test_refusals_name_both_numbers_and_the_remedy():
         accumulation_steps(24, 5, 4)
     assert "global_batch_size 20 or 40" in str(e.value) and "micro_batch_size 1, 2, 3, 6" in str(e.value)
     assert accumulation_steps(512, 2, 4) == 64
+
+
+def test_another_draw_every_epoch_is_a_function_of_seed_and_epoch(tmp_path):
+    from cluster_ds.plan import Plan, random_part
+    from cluster_ds.planning import make_plan
+
+    x = np.random.default_rng(0).normal(size=(400, 6))
+    ids = [f"s{i:03d}" for i in range(400)]
+    settings = {"num_clusters": 4, "alpha": 4.0, "keep": 0.25, "quota": "proportional", "choice": "random", "redraw": "epoch"}
+    plan = make_plan(x, ids, np.full(400, 9), trim=0.1, **settings)
+    counts = np.bincount(plan.cluster[plan.kept])
+    for arm in (plan, random_part(plan, 100, seed=3, redraw=True)):
+        epochs = [arm.kept_in(epoch) for epoch in range(8)]
+        assert (epochs[0] == arm.kept).all() and not (epochs[1] == epochs[2]).all()
+        assert all(kept.sum() == 100 and not kept[~arm.pool].any() for kept in epochs)
+        assert np.any(epochs, axis=0).sum() > 300  # eight quarters cover .9 of 400, but for chance
+        schedule = Schedule(arm, global_batch_size=16, epochs=3)
+        assert schedule.num_steps == 21
+        seen = [np.concatenate([schedule.batch(e * 7 + s).rows for s in range(7)]) for e in range(3)]
+        for epoch in range(3):
+            assert sorted(seen[epoch]) == np.flatnonzero(arm.kept_in(epoch)).tolist()
+        # The position is one integer: a new schedule in the middle gives what the first one gave.
+        again = Schedule(arm, global_batch_size=16, epochs=3).batch(10)
+        np.testing.assert_array_equal(again.rows, schedule.batch(10).rows)
+        np.testing.assert_array_equal(again.weights, schedule.batch(10).weights)
+    assert all((np.bincount(plan.cluster[plan.kept_in(e)]) == counts).all() for e in range(5))
+    plan.write(tmp_path / "plan")
+    read = Plan.read(tmp_path / "plan")
+    assert read.hash == plan.hash and (read.kept_in(2) == plan.kept_in(2)).all()
+    assert f"drawn anew each epoch from {plan.pool.sum()}" in read.lines()[1]
+    fixed = make_plan(x, ids, np.full(400, 9), trim=0.1, **{**settings, "redraw": "none"})
+    assert (fixed.kept == plan.kept).all() and fixed.hash != plan.hash and (fixed.kept_in(3) == fixed.kept).all()

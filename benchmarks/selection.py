@@ -1,0 +1,125 @@
+"""Variance of quotas and bias of the periphery on a run's own proxies: python benchmarks/selection.py runs/quickstart.
+
+  variance   of the batch gradient's stand-in, the weighted mean of proxies before normalisation: random batches, equal,
+             proportional and Neyman quotas at the same budget, predicted and by drawing batches, with samples drawn anew
+             every epoch
+  shift      of the mean proxy under the peripheral choice as calibrated weights' effective sample size is let fall
+"""
+
+import argparse
+from pathlib import Path
+
+from common import claim, show, write  # isort: skip
+
+import numpy as np
+
+from cluster_ds.plan import Plan, random_part
+from cluster_ds.planning import make_plan
+from cluster_ds.prepare import cache_dir
+from cluster_ds.proxy import read_proxies
+from cluster_ds.recipe import load_recipe
+from cluster_ds.schedule import Schedule
+from cluster_ds.selection import QUOTAS
+from cluster_ds.tokens import TokenTable
+from cluster_ds.variance import Moments, finite_batch_variance, simulate
+
+LEAST = (0.98, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
+
+
+def moments_of(x: np.ndarray, labels: np.ndarray) -> Moments:
+    sizes = np.bincount(labels)
+    sums = np.array([x[labels == c].sum(axis=0) for c in range(len(sizes))])
+    return Moments.of(sums, sizes, np.bincount(labels, (x**2).sum(axis=1)))
+
+
+def drawn(plan: Plan, labels: np.ndarray, gradients: np.ndarray, size: int, num_batches: int) -> dict[str, float]:
+    """Predicted and measured variance of full batches of a plan whose samples are drawn anew every epoch."""
+    moments = moments_of(gradients, labels)
+    steps_per_epoch = int(plan.kept.sum()) // size
+    epochs = -(-num_batches // steps_per_epoch)
+    schedule = Schedule(plan, global_batch_size=size, epochs=epochs)
+    batches = [schedule.batch(e * schedule.steps_per_epoch + s) for e in range(epochs) for s in range(steps_per_epoch)]
+    predicted = [finite_batch_variance(moments, np.bincount(labels[b.rows], minlength=len(moments.sizes))) for b in batches]
+    mean, error = simulate(gradients, [(b.rows, b.weights) for b in batches])
+    return {"predicted": float(np.mean(predicted)), "measured": mean, "standard_error": error, "batches": len(batches)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="a run's folder with its plan")
+    parser.add_argument("--batches", type=int, default=4000, help="drawn for each row of the table")
+    parser.add_argument("--picture", type=Path, help="where the curve of shift against effective sample size is drawn")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    plan = Plan.read(args.run / "plan")
+    recipe, provenance = load_recipe(str(args.run / "recipe.yaml")), plan.manifest["provenance"]
+    cache = cache_dir(recipe, args.run.resolve())
+    tokens = TokenTable(cache / "tokens" / provenance["tokens"])
+    key = provenance["proxies"]
+    proxies = read_proxies(cache / "proxies" / key, tokens, recipe.selection.tokens_per_batch, key)
+    settings = {**plan.manifest["selection"], "ratio": None, "keep": int(plan.kept.sum()) / len(plan)}
+    common = {"num_supervised_tokens": tokens.num_supervised, "norms": proxies.norms}
+    unit = np.concatenate(proxies.features.parts)[np.argsort(proxies.features.rows)].astype(np.float64)
+    unit /= np.maximum(np.linalg.norm(unit, axis=1, keepdims=True), 1e-300)
+    gradients = unit * proxies.norms[:, None]
+
+    def planned(**changes: object) -> Plan:
+        return make_plan(proxies.features, tokens.ids, tokens.num_tokens, **common, **{**settings, **changes})
+
+    size = recipe.train.global_batch_size
+    redrawn = {"choice": "random", "weighting": "cluster", "redraw": "epoch"}
+    arms = {quota: planned(quota=quota, **redrawn) for quota in QUOTAS}
+    labels = arms["equal"].cluster.astype(np.int64)
+    one = np.zeros(len(labels), dtype=np.int64)
+    found = {"random": drawn(random_part(plan, int(plan.kept.sum()), 0, redraw=True), one, gradients, size, args.batches)}
+    found |= {quota: drawn(arm, labels, gradients, size, args.batches) for quota, arm in arms.items()}
+    told = arms["equal"].manifest["variance"]
+    rows: list[list[object]] = [
+        [name, told[name] / told["random"], f["predicted"] / found["random"]["predicted"],
+         f["measured"] / found["random"]["predicted"], f["standard_error"] / found["random"]["predicted"], f["batches"],
+         (f["measured"] - f["predicted"]) / f["standard_error"]]
+        for name, f in found.items()
+    ]
+    show(f"variance of a batch of {size}, over random's; {int(plan.kept.sum())} of {len(plan)} samples",
+         ["", "formula", "exact at this size", "drawn", "standard error", "batches", "off by, in errors"], rows)
+    held = [claim(f"{name}: drawn and exact agree within 3 standard errors", abs(row[-1]) < 3)
+            for name, row in zip(found, rows, strict=True)]
+
+    curve = []
+    for least in LEAST:
+        m = planned(choice="peripheral", quota="equal", weighting="calibrated", min_effective=least).manifest
+        c = m["calibration"]
+        curve.append({**c, "total_effective_sample_size": m["effective_sample_size"], "min_effective": least,
+                      "factor": c["shift_before"] / c["shift_after"]})
+    show("shift of the mean proxy under the peripheral choice, calibrated",
+         ["least effective size", "found", "with cluster weights", "shift before", "after", "factor", "largest weight"],
+         [[c["min_effective"], c["effective_sample_size"], c["total_effective_sample_size"], c["shift_before"],
+           c["shift_after"], c["factor"], c["largest_weight"]] for c in curve])
+    best = max(c["factor"] for c in curve if c["effective_sample_size"] >= 0.75)
+    held.append(claim(f"the shift falls by 2 x or more at effective sample size .75 or more ({best:.2f})", best >= 2))
+    if args.picture is not None:
+        draw_curve(args.picture, curve, recipe.name)
+    write(args.json, {"variance": found, "formula": told, "calibration": curve, "batch": size, "held": all(held)})
+
+
+def draw_curve(path: Path, curve: list[dict], name: str) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "cluster-ds"  # the same file from the same numbers
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
+    points = [(1.0, curve[0]["shift_before"]), *((c["effective_sample_size"], c["shift_after"]) for c in curve)]
+    axes.plot(*zip(*points, strict=True), marker="o")
+    axes.set(xlabel="effective sample size inside clusters", ylabel="relative shift of the mean proxy",
+             title=f"{name}: peripheral choice, calibrated weights", ylim=(0, None))
+    axes.invert_xaxis()
+    axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    print(f"drawn in {path}")
+
+
+if __name__ == "__main__":
+    main()
