@@ -94,7 +94,7 @@ def _solve(
     strides = [max(1, num_points // max(_SAMPLE, 64 * k))]
     while strides[-1] > _FINER:
         strides.append(strides[-1] // _FINER)
-    scale = float(costs[:: strides[0]].std())
+    scale = _spread(costs[:: strides[0]])
     p = np.zeros(k) if warm is None else warm
     if scale == 0.0 or (warm is not None and _band(costs, lo, hi, p, 0, 0)[-1] < _WARM_ERROR * num_points):
         strides = []
@@ -126,6 +126,12 @@ def _solve(
                 labels[band] = found
                 return labels, q
         p, factor = q, 4 * factor
+
+
+def _spread(costs: np.ndarray) -> float:
+    """What temperatures are measured in: the standard deviation, unless a few far points make it much too large."""
+    typical = float(np.median(np.ptp(costs, axis=1)))
+    return min(float(costs.std()), typical) if typical > 0 else float(costs.std())
 
 
 def _band(

@@ -111,8 +111,10 @@ def test_refusals_name_the_numbers():
         assign(np.array([[1.0, 2.0], [np.nan, 1.0]]), np.zeros(2, int), np.full(2, 2))
 
 
-@pytest.mark.parametrize(("n", "k", "alpha"), [(20_000, 4, 1.2), (40_000, 8, 1.0), (20_000, 32, 1.3)])
-def test_the_prices_leave_little_to_repair(monkeypatch, n, k, alpha):
+@pytest.mark.parametrize(
+    ("n", "k", "alpha", "far"), [(20_000, 4, 1.2, 0), (40_000, 8, 1.0, 0), (20_000, 32, 1.3, 0), (30_000, 8, 1.1, 1e4)]
+)
+def test_the_prices_leave_little_to_repair(monkeypatch, n, k, alpha, far):
     """Cold and warm, the smoothed dual must come so close that a few pushes finish: one push scans all points."""
     import cluster_ds.assignment as module
 
@@ -122,6 +124,7 @@ def test_the_prices_leave_little_to_repair(monkeypatch, n, k, alpha):
     rng = np.random.default_rng(k)
     centers = rng.normal(size=(k, 16))
     points = centers[np.minimum(rng.zipf(1.5, n), k) - 1] * 0.5 + rng.normal(size=(n, 16))
+    points[::1000] += far  # a few broken rows must not decide the temperatures
     costs = (points**2).sum(1)[:, None] - 2 * points @ centers.T + (centers**2).sum(1)
     lo, hi = np.zeros(k, int), np.full(k, int(np.ceil(alpha * n / k)))
     cold = assign(costs, lo, hi)
@@ -129,3 +132,29 @@ def test_the_prices_leave_little_to_repair(monkeypatch, n, k, alpha):
     pushes.clear()
     warm = assign(costs + rng.normal(size=costs.shape) * 0.01, lo, hi, cold.prices)
     assert len(pushes) < 20 * k and abs(warm.gap) < 1e-12
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_band_is_exact_on_every_kind_of_problem(monkeypatch, seed):
+    """A small band on problems that scipy can solve: what it holds back must be held rightly, or the band must grow."""
+    import cluster_ds.assignment as module
+
+    monkeypatch.setattr(module, "_BAND", 8)
+    monkeypatch.setattr(module, "_SAMPLE", 16)
+    rng = np.random.default_rng(seed)
+    for _ in range(25):
+        n, k = int(rng.integers(60, 200)), int(rng.integers(2, 7))
+        costs = rng.random((n, k)) * 10.0 ** rng.integers(-2, 3) + rng.random(k) * rng.integers(0, 4)
+        if seed % 3 == 0:
+            costs = np.round(costs, 1)  # ties
+        if seed % 3 == 1:
+            costs = costs[rng.integers(0, 20, n)]  # duplicates
+        lo = rng.integers(0, n // k + 1, k)
+        hi = np.maximum(lo, rng.integers(n // k, n // k + n // 3 + 1, k))
+        hi[0] += max(0, n - hi.sum())
+        warm = rng.normal(size=k) if rng.random() < 0.5 else None
+        found = assign(costs, lo, hi, warm)
+        sizes = np.bincount(found.labels, minlength=k)
+        assert (sizes >= lo).all() and (sizes <= hi).all() and abs(found.gap) < 1e-9
+        if n < 100:
+            assert found.cost == pytest.approx(lp_optimum(costs, lo, hi), rel=1e-9, abs=1e-9)

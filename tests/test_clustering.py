@@ -131,3 +131,21 @@ def test_many_dimensions_are_searched_in_a_projection_and_finished_in_full():
     assert bounded.sizes.max() <= 210 and bounded.sizes.min() >= 87 and abs(bounded.gap) < 1e-9
     distances = np.linalg.norm(points - bounded.centroids[bounded.labels], axis=1)  # of the full vectors
     np.testing.assert_allclose(bounded.distances, distances)
+
+
+def test_a_hundred_clusters_within_binding_bounds():
+    points = np.random.default_rng(6).normal(size=(3000, 6)) * np.array([3.0, 1, 1, 1, 1, 1])
+    found = cluster(points, 100, alpha=1.1, min_fraction=0.8, num_restarts=2)
+    assert found.sizes.max() <= 33 and found.sizes.min() >= 24 and found.sizes.sum() == 3000
+    assert found.num_moved > 100 and abs(found.gap) < 1e-9
+
+
+def test_too_little_memory_is_said_with_both_numbers(monkeypatch):
+    from types import SimpleNamespace
+
+    import cluster_ds.clustering as module
+
+    monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(available=5e9))
+    assert module.require_memory(100_000, 4096, 8, False) < 1e9
+    with pytest.raises(ValueError, match=r"10000000 samples into 64 needs about 3\d.\d GB of memory, 5.0 GB are free: lower"):
+        module.require_memory(10_000_000, 4096, 64, False)

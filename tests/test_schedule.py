@@ -177,6 +177,10 @@ def test_another_draw_every_epoch_is_a_function_of_seed_and_epoch(tmp_path):
         seen = [np.concatenate([schedule.batch(e * 7 + s).rows for s in range(7)]) for e in range(3)]
         for epoch in range(3):
             assert sorted(seen[epoch]) == np.flatnonzero(arm.kept_in(epoch)).tolist()
+        for world in (1, 2, 4):  # ranks only cut it
+            cut = [rank_batch(schedule, schedule.batch(9), dp_rank=r, dp_world_size=world, micro_batch_size=2, allocation="tokens")
+                   for r in range(world)]
+            assert sorted(np.concatenate([c.rows.ravel() for c in cut])) == sorted(schedule.batch(9).rows)
         # The position is one integer: a new schedule in the middle gives what the first one gave.
         again = Schedule(arm, global_batch_size=16, epochs=3).batch(10)
         np.testing.assert_array_equal(again.rows, schedule.batch(10).rows)

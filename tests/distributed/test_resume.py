@@ -1,5 +1,7 @@
 """kill -9 in the middle of a step and of a save; the same command then ends with the unbroken run's very bits."""
 
+import json
+
 import pytest
 
 from .jobs import ROOT, finish, kill_rank_when, log_of, start_job, steps_done, weights_hash
@@ -102,3 +104,17 @@ def test_a_plan_with_permuted_labels_trains_differently(unbroken):
     plan.write(other / "plan")
     finish(start_job(other), other)
     assert weights_hash(other) != weights_hash(unbroken)
+
+
+@pytest.mark.slow
+def test_killed_in_the_second_epoch_of_a_run_that_draws_anew(tmp_path):
+    job = ("--set", "selection.choice=random", "--set", "selection.redraw=epoch")
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    text = finish(start_job(unbroken, *job), unbroken)
+    steps = [json.loads(line)["rows"] for line in (unbroken / "census.jsonl").read_text().splitlines()]
+    rows = [{row for step in epoch for row in step} for epoch in (steps[:5], steps[5:])]
+    assert len(rows[0]) == len(rows[1]) and rows[0] != rows[1]  # each sample once an epoch, others in the second
+    assert "epoch 2: each of 72 kept samples once" in text and "drawn anew each epoch from 320" in text
+    kill_rank_when(start_job(broken, *job), 1, lambda: steps_done(broken) >= 7)
+    assert "[train] resuming behind step 5" in finish(start_job(broken, *job), broken)
+    assert_ended_alike(broken, unbroken)
