@@ -31,6 +31,7 @@ _MASS = 100.0  # how firmly a cluster's weights are held at their sum, which is 
 _LEAST_RIDGE, _FIRST_RIDGE, _GREATEST_RIDGE = 1e-6, 1e-2, 1e2
 _BISECTIONS = 8
 _ITERATIONS = 300
+_CLOSE_ENOUGH = 0.01  # above the bound on the effective sample size
 _HELD = 1 << 25  # elements that are kept in memory; more are read again for every evaluation
 
 
@@ -69,6 +70,8 @@ def calibrate(
         found, ahead = problem.solve(float(np.exp(middle)), start)
         if found.effective_sample_size >= min_effective:
             best, start, high = found, ahead, middle
+            if found.effective_sample_size < min_effective + _CLOSE_ENOUGH:
+                break
         else:
             low = middle
         middle = (low + high) / 2

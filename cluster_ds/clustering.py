@@ -16,13 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-import psutil
 import torch
 from sklearn.cluster import KMeans, kmeans_plusplus
 from threadpoolctl import threadpool_limits
 
 from .assignment import Assignment, assign
-from .features import BLOCK_ELEMENTS, PROJECTION_DIM, Points, as_features, num_threads, one_thread_a_block
+from .features import BLOCK_ELEMENTS, PROJECTION_DIM, Points, as_features, available_memory, num_threads, one_thread_a_block
 from .files import size_text
 
 _SEARCH_ROWS = 32_768
@@ -31,6 +30,7 @@ _FULL_PASSES = 10  # at most, over the full vectors, behind a search in the proj
 _TOLERANCE = 1e-7  # relative decrease of the cost
 _PROJECTED_TOLERANCE = 1e-5  # of what is polished afterwards
 _GUESSED_ITERATIONS, _GUESSED_FULL_PASSES = 20, 12  # of the estimate of the time
+_SUM_SETS = 5  # of `variance.cluster_sums`
 _COST_ARRAYS = 5  # [N, K] float64 at once: distances, the adjusted ones, a band, its softmax, a transpose
 
 
@@ -142,24 +142,35 @@ def cluster(
     )
 
 
-def memory_needed(num_points: int, dim: int, num_clusters: int, projection_stored: bool) -> int:
-    """Bytes of anonymous memory that `cluster` takes at most, beside what holds the features."""
-    projection = 0 if projection_stored or dim <= PROJECTION_DIM else 2 * num_points * PROJECTION_DIM
-    sample = 4 * min(num_points, _SEARCH_ROWS) * min(dim, PROJECTION_DIM) * (2 + num_threads())
-    blocks = 4 * 8 * max(BLOCK_ELEMENTS, dim) * num_threads()
-    return projection + sample + blocks + 8 * num_points * (_COST_ARRAYS * num_clusters + 8) + 16 * num_clusters * dim
+def memory_needed(num_points: int, dim: int, num_clusters: int, largest: int, projection_stored: bool) -> int:
+    """Bytes of anonymous memory that clustering and selecting take at most, beside what holds the features.
+
+    Args:
+        num_points, dim, num_clusters: N, H, K.
+        largest: points of the largest cluster.
+        projection_stored: whether the projection need not be made.
+    """
+    narrow = min(dim, PROJECTION_DIM)
+    projection = 0 if projection_stored or dim <= PROJECTION_DIM else 4 * num_points * PROJECTION_DIM
+    sample = 8 * min(num_points, _SEARCH_ROWS) * narrow * (2 + num_threads())
+    rows = min(num_points, max(1, BLOCK_ELEMENTS // dim))
+    blocks = num_threads() * 8 * (3 * max(BLOCK_ELEMENTS, dim) + rows * num_clusters * _SUM_SETS)
+    duplicates = 4 * 4 * largest * narrow + num_threads() * 12 * 1024**2
+    arrays = 8 * num_points * (_COST_ARRAYS * num_clusters + 16)
+    return projection + max(sample, duplicates) + blocks + arrays + 8 * (_SUM_SETS + 2) * num_clusters * dim
 
 
-def require_memory(num_points: int, dim: int, num_clusters: int, projection_stored: bool) -> int:
-    """Refuse a clustering that this machine has no memory for.
+def require_memory(num_points: int, dim: int, num_clusters: int, alpha: float, projection_stored: bool) -> int:
+    """Refuse a selection that this machine has no memory for.
 
     Returns:
         the bytes that are needed.
     Raises:
         ValueError: with both numbers.
     """
-    needed = memory_needed(num_points, dim, num_clusters, projection_stored)
-    free = psutil.virtual_memory().available
+    largest = min(num_points, int(alpha * num_points / num_clusters) + 1)
+    needed = memory_needed(num_points, dim, num_clusters, largest, projection_stored)
+    free = available_memory()
     if needed > free:
         raise ValueError(
             f"clustering {num_points} samples into {num_clusters} needs about {size_text(needed)} of memory, "
@@ -194,7 +205,7 @@ def _fit(
     found = _search(points.projected(), by_id, k, bounds, free, seed, num_restarts, _PROJECTED_TOLERANCE)
     for limits in (free, bounds) if _within(found[1], bounds) else (bounds,):
         start = _means(points, found[1], k)
-        polished = _lloyd(points, start, limits[0], limits[1], _PROJECTED_TOLERANCE, _FULL_PASSES)
+        polished = lloyd(points, start, limits[0], limits[1], _PROJECTED_TOLERANCE, _FULL_PASSES)
         if _within(polished[1], bounds):
             return polished
     raise AssertionError("the bounded assignment broke its bounds")
@@ -208,12 +219,12 @@ def _search(
     rng = np.random.default_rng((seed, 1))
     chosen = np.sort(rng.permutation(len(points))[:_SEARCH_ROWS])  # by id, wherever it is stored
     sample = points.take(by_id[chosen]).cpu().numpy()
-    found = _lloyd(points, _best_start(sample, k, seed, num_restarts), *free, tolerance)
+    found = lloyd(points, _best_start(sample, k, seed, num_restarts), *free, tolerance)
     if _within(found[1], bounds):
         return found
     _, seeds = kmeans_plusplus(sample, k, random_state=seed)
     starts = (found[0], sample[seeds].astype(np.float64))
-    return min((_lloyd(points, c, *bounds, tolerance) for c in starts), key=lambda f: f[2].cost)
+    return min((lloyd(points, c, *bounds, tolerance) for c in starts), key=lambda f: f[2].cost)
 
 
 def _best_start(sample: np.ndarray, k: int, seed: int, num_restarts: int) -> np.ndarray:
@@ -233,40 +244,44 @@ def _within(labels: np.ndarray, bounds: tuple[np.ndarray, np.ndarray]) -> bool:
     return bool((sizes >= bounds[0]).all() and (sizes <= bounds[1]).all())
 
 
-def _lloyd(
+def lloyd(
     points: Points, centroids: np.ndarray, lo: np.ndarray, hi: np.ndarray, tolerance: float,
     max_iterations: int = _MAX_ITERATIONS,
 ) -> tuple[np.ndarray, np.ndarray, Assignment]:
     """Assign and average until the cost stands still; the labels are optimal for the returned centroids."""
-    costs, nearest_sums = _costs_and_sums(points, centroids)
+    costs, nearest, sums = _costs_and_sums(points, centroids)
     solution = assign(costs, lo, hi)
     for _ in range(max_iterations):
-        previous = solution
-        moved = None if solution.num_moved else nearest_sums
-        centroids = _means(points, solution.labels, len(centroids), moved)
-        costs, nearest_sums = _costs_and_sums(points, centroids)
-        solution = assign(costs, lo, hi, previous.prices)
-        if previous.cost - solution.cost <= tolerance * previous.cost:
+        ahead = _means(points, solution.labels, len(centroids), sums if (solution.labels == nearest).all() else None)
+        costs, nearest, sums = _costs_and_sums(points, ahead)
+        following = assign(costs, lo, hi, solution.prices)
+        gain = solution.cost - following.cost
+        if gain < 0:  # rounding
+            break
+        done = gain <= tolerance * solution.cost
+        centroids, solution = ahead, following
+        if done:
             break
     return centroids, solution.labels, solution
 
 
-def _costs_and_sums(points: Points, centroids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Squared distances float64 [n, K], and the sums [K, H] of the points nearest to each centroid, in one pass."""
+def _costs_and_sums(points: Points, centroids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """In one pass: squared distances float64 [n, K], the nearest centroid int64 [n], and the sums [K, H] of its points."""
     k = len(centroids)
     centers = torch.tensor(centroids, dtype=points.dtype, device=points.device)
     norms = (centers**2).sum(dim=1)
 
-    def work(_: slice, block: torch.Tensor, spare: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    def work(_: slice, block: torch.Tensor, spare: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         squares = torch.mul(block, block, out=spare).sum(dim=1)
         costs = torch.addmm(norms + squares[:, None], block, centers.T, alpha=-2.0).clamp_(min=0.0)
-        return costs.double().cpu().numpy(), _sums(block, costs.argmin(dim=1), k)
+        nearest = costs.argmin(dim=1)
+        return costs.double().cpu().numpy(), nearest.cpu().numpy(), _sums(block, nearest, k)
 
-    out, sums = np.empty((len(points), k)), np.zeros_like(centroids)
-    for span, (costs, part) in points.map_blocks(work):
-        out[span] = costs
+    out, labels, sums = np.empty((len(points), k)), np.empty(len(points), dtype=np.int64), np.zeros_like(centroids)
+    for span, (costs, nearest, part) in points.map_blocks(work):
+        out[span], labels[span] = costs, nearest
         sums += part
-    return out, sums
+    return out, labels, sums
 
 
 def _sums(block: torch.Tensor, labels: torch.Tensor, k: int) -> np.ndarray:

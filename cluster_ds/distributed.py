@@ -103,12 +103,17 @@ class Ranks:
         return [pickle.loads(self._wait(f"{key}/{r}")) for r in range(self.world_size)]
 
     def shares(self, number: int) -> Iterator[int]:  # collective
-        """Numbers below `number`, each on one rank alone: whoever is free takes the next."""
-        key = self._next_key("shares")
-        taken = 0
-        while (item := taken if self.world_size == 1 else self._store.add(key, 1) - 1) < number:
-            yield item
-            taken += 1
+        """Numbers below `number`, each on one rank alone: whoever is free takes the next.
+
+        Every rank must call this, though a rank may find nothing left.
+        """
+        key = self._next_key("shares")  # now, and not when the first number is asked for
+
+        def taken() -> Iterator[int]:
+            while (item := self._store.add(key, 1) - 1) < number:
+                yield item
+
+        return iter(range(number)) if self.world_size == 1 else taken()
 
     def _next_key(self, kind: str) -> str:
         self._calls += 1

@@ -23,7 +23,7 @@ from .models import load_model, load_tokenizer, model_folder, pad_token_id
 from .plan import Plan, unselected
 from .preflight import NEEDED_BY_PLAN, look
 from .prepare import Prepared, extraction_dtype, prepare_tokens
-from .proxy import Room, length_batches, run_batches
+from .proxy import Room, gradient_proxies, length_batches, run_batches
 from .recipe import Recipe
 from .shapes import DATASET_ROWS, shape_of
 from .tokens import TokenTable
@@ -246,8 +246,10 @@ def _time_extraction(recipe: Recipe, prepared: Prepared, ranks: Ranks) -> float:
     pad = pad_token_id(prepared.tokenizer)
     count, spent = 0, 0.0
     started = time.perf_counter()
-    for number, (rows, _, _, losses) in enumerate(run_batches(model, tokens, middle, pad, ranks.device, Room())):
-        float(losses.sum())  # waits for the device
+    for number, (rows, proxies) in enumerate(
+        run_batches(model, tokens, middle, pad, ranks.device, Room(), gradient_proxies)
+    ):
+        float(proxies[2].sum())  # waits for the device
         now = time.perf_counter()
         if number >= _WARM_UP or len(middle) <= _WARM_UP:
             count += len(rows) * int(tokens.num_tokens[rows].max())

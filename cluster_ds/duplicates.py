@@ -1,10 +1,11 @@
 """Stage 4b: near-duplicates, pairs of one cluster whose proxies' cosine is above a bound, at a cost linear in N. Ours.
 
 Trees split every cluster at the median of a random direction until leaves hold at most 1,024 points; inside a leaf all
-pairs are compared in the random projection, and what is near there is checked with the full vectors. Clusters that fit one
-leaf are compared completely; in larger ones each of three trees has its chance to bring a pair into one leaf (measured
-recall: tests/test_duplicates.py). Every point is linked to its nearest earlier point by id, so a group of m duplicates
-costs m links and not m^2. Equal rows are always found. Shapes: N points, P projection, m points of a leaf.
+pairs are compared in the random projection, and every point's four nearest earlier ones (by id) within the bound are
+checked with the full vectors. A cluster that fits one leaf needs one tree; in larger ones each of three trees has its
+chance to bring a pair into one leaf (measured recall: tests/test_duplicates.py). Points are then taken in the order of their
+ids: one that has an earlier, not repeated one within the bound repeats it. So what is left out always has something near
+that stays, and chains of near points do not vanish. Shapes: N points, P projection, m points of a leaf.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from .features import PROJECTION_DIM, Points, num_threads, one_thread_a_block
 
 _LEAF = 1024
 _TREES = 3
+_LINKS = 4  # of a point in a tree
 _SLACK = 1.35  # on a squared distance in the projection, whose relative error is about sqrt(2 / P) = .09
 _ROUNDING = 1e-9  # of a cosine
 _CHECKED = 1024  # pairs whose full vectors are read at a time
@@ -31,8 +31,8 @@ class Duplicates:
     """What `near_duplicates` returns.
 
     Attributes:
-        first: int64 [N], for each point the earliest one, by id, of its group; itself where it is alone or the earliest.
-        pairs: int64 [p, 2], links that were found, the earlier point first.
+        first: int64 [N], for each point the earlier one that it repeats; itself where it repeats none.
+        pairs: int64 [p, 2], near points that were found, the earlier one first.
         cosines: float64 [p], theirs.
         min_cosine: the bound.
     """
@@ -44,12 +44,12 @@ class Duplicates:
 
     @property
     def repeated(self) -> np.ndarray:
-        """Bool [N], points that have an earlier one in their group."""
+        """Bool [N], points that repeat an earlier one."""
         return self.first != np.arange(len(self.first))
 
     @property
     def num_groups(self) -> int:
-        """Groups of two or more."""
+        """Points that are repeated."""
         return len(np.unique(self.first[self.repeated]))
 
 
@@ -70,27 +70,32 @@ def near_duplicates(points: Points, labels: np.ndarray, by_id: np.ndarray, min_c
         ranks = np.empty(len(points), dtype=np.int64)
         ranks[by_id] = np.arange(len(points))
 
-        def of_cluster(c: int) -> list[np.ndarray]:
-            members = by_id[labels[by_id] == c]
-            vectors = near.take(members).float().cpu().numpy() + 0.0  # -0.0 becomes 0.0
-            distinct, same = _distinct(vectors)
-            rng = np.random.default_rng((seed, 4, c))
-            trees = _TREES if len(distinct) > _LEAF else 1
-            pairs = [distinct[_nearest_earlier(vectors[distinct], leaf, threshold)]
-                     for _ in range(trees) for leaf in _leaves(vectors[distinct], rng)]
-            return [members[found] for found in (same, *pairs)]
-
+        found = []
         with ThreadPoolExecutor(num_threads()) as pool:
-            found = [pairs for parts in pool.map(of_cluster, range(int(labels.max()) + 1)) for pairs in parts]
+            for c in range(int(labels.max()) + 1):
+                members = by_id[labels[by_id] == c]
+                vectors = near.take(members).float().cpu().numpy() + 0.0  # -0.0 becomes 0.0
+                distinct, same = _distinct(vectors)
+                found.append(members[same])
+                vectors = vectors[distinct]
+                rng = np.random.default_rng((seed, 4, c))
+                for _ in range(_TREES if len(distinct) > _LEAF else 1):
+                    for close in pool.map(lambda leaf, v=vectors: _near_earlier(v, leaf, threshold), _leaves(vectors, rng)):
+                        found.append(members[distinct[close]])
         pairs = np.unique(np.concatenate([np.empty((0, 2), dtype=np.int64), *found]), axis=0)
         cosines = _cosines(points, pairs)
     sure = cosines >= min_cosine - _ROUNDING
     pairs, cosines = pairs[sure], cosines[sure]
-    links = coo_array((np.ones(len(pairs)), (pairs[:, 0], pairs[:, 1])), shape=(len(points), len(points)))
-    groups = connected_components(links, directed=False)[1]
-    earliest = np.full(groups.max() + 1, len(points))
-    np.minimum.at(earliest, groups, ranks)
-    return Duplicates(by_id[earliest[groups]], pairs, cosines, min_cosine)
+    first = list(range(len(points)))
+    for i in np.lexsort((-cosines, ranks[pairs[:, 1]])).tolist():  # by the later point's id, its nearest one first
+        earlier, later = pairs[i].tolist()
+        if first[later] != later:
+            continue
+        if first[earlier] == earlier:
+            first[later] = earlier
+        elif cosines[i] >= 1.0 - _ROUNDING:  # the same vector: what it repeats is near to this one as well
+            first[later] = first[earlier]
+    return Duplicates(np.array(first), pairs, cosines, min_cosine)
 
 
 def _distinct(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -118,15 +123,21 @@ def _leaves(vectors: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
     return leaves
 
 
-def _nearest_earlier(vectors: np.ndarray, rows: np.ndarray, threshold: float) -> np.ndarray:
-    """int64 [p, 2], each row of a leaf that has an earlier one within a squared distance, behind the nearest such."""
+def _near_earlier(vectors: np.ndarray, rows: np.ndarray, threshold: float) -> np.ndarray:
+    """int64 [p, 2], each row of a leaf behind its nearest earlier ones within a squared distance."""
     x = vectors[rows]
     squares = (x**2).sum(axis=1)
     distances = squares[:, None] + squares[None] - 2.0 * (x @ x.T)
     distances[np.triu_indices(len(rows))] = np.inf
-    nearest = distances.argmin(axis=1)
-    close = np.flatnonzero(distances[np.arange(len(rows)), nearest] <= threshold)
-    return np.stack([rows[nearest[close]], rows[close]], axis=1)
+    later = np.flatnonzero(distances.min(axis=1) <= threshold)
+    distances, found = distances[later], []
+    for _ in range(_LINKS):
+        nearest = distances.argmin(axis=1)
+        at = np.arange(len(later))
+        close = distances[at, nearest] <= threshold
+        found.append(np.stack([rows[nearest[close]], rows[later[close]]], axis=1))
+        distances[at, nearest] = np.inf
+    return np.concatenate(found)
 
 
 def _cosines(points: Points, pairs: np.ndarray) -> np.ndarray:

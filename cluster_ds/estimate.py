@@ -100,7 +100,8 @@ def _buckets(zero: dict[str, Any], stage: int, size: int) -> float:
 def arms_of(plan: Plan, seed: int) -> dict[str, Plan]:
     """Full data, a random part as large as the selection, and the selection itself."""
     usable = plan.cluster >= 0
-    return {"full": unselected(plan, usable), "random": random_part(plan, int(plan.kept.sum()), seed), "CluSTER": plan}
+    random = random_part(plan, int(plan.kept.sum()), seed, redraw=plan.redraw_seed is not None)
+    return {"full": unselected(plan, usable), "random": random, "CluSTER": plan}
 
 
 def padded_tokens(plan: Plan, train: TrainSection, world_size: int, num_steps: int | None = None) -> np.ndarray:

@@ -15,9 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import psutil
 import torch
 from threadpoolctl import threadpool_limits
 
@@ -162,14 +164,15 @@ class Points:
                     running.append((following, pool.submit(run, following)))
 
     def projected(self) -> Points:
-        """The same points in P dimensions, as float16: what is stored beside them, or made here."""
+        """The same points in P dimensions: what is stored beside them, or made here (float16 if they have a scale)."""
         if self.features.projection:
             return Points(
                 Features(self.features.projection), self.positions, self.scale, torch.float32, self.device
             )
         matrix = torch.from_numpy(projection_matrix(self.dim)).to(self.device, self.dtype)
-        out = np.empty((len(self), PROJECTION_DIM), dtype=np.float16)
-        for span, block in self.map_blocks(lambda _, x, __: (x @ matrix).half().cpu().numpy()):
+        kind = torch.float32 if self.scale is None else torch.float16  # scaled to unit length; others may overflow
+        out = np.empty((len(self), PROJECTION_DIM), dtype=np.float32 if self.scale is None else np.float16)
+        for span, block in self.map_blocks(lambda _, x, __: (x @ matrix).to(kind).cpu().numpy()):
             out[span] = block
         return Points(Features([out]), np.arange(len(self)), None, torch.float32, self.device)
 
@@ -182,6 +185,24 @@ class Points:
 def num_threads() -> int:
     """Threads for blocks: the cores that this process may use."""
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+
+
+def available_memory() -> int:
+    """Bytes of host memory that this process may still take: of the machine, and of the control groups it is in."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        group = Path("/sys/fs/cgroup", Path("/proc/self/cgroup").read_text().split("::")[-1].strip().lstrip("/"))
+    except OSError:
+        return free
+    for folder in (group, *group.parents):
+        try:
+            limit = (folder / "memory.max").read_text().strip()
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if limit != "max":
+            free = min(free, max(0, int(limit) - int(stat["anon"])))
+    return free
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from .tokens import IGNORE_INDEX
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}  # logits at a time: what caches hold, what keeps a GPU busy
 
+
 def supervised_positions(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Where the model is asked for a token.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ COLUMNS = {
     "source": pa.string(),  # where the row comes from, in a mixture
 }
 _MIN_COSINE = 0.99
+_NO_BIAS = 1e-9  # of the variance: batches of a billion samples
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,16 @@ class Plan:
     def _pool(self) -> np.ndarray:
         return self.kept if self.pool is None else self.pool
 
+    @cached_property
+    def _by_id(self) -> np.ndarray:
+        return np.argsort(np.asarray(self.ids), kind="stable")
+
     def kept_in(self, epoch: int) -> np.ndarray:
         """Bool [N], an epoch's samples: a pure function of plan and epoch, equal in number for each stratum."""
         if self.redraw_seed is None or epoch == 0:
             return self.kept
         counts = np.bincount(self.stratum[self.kept])
-        by_id = np.argsort(np.asarray(self.ids), kind="stable")
-        return draw(self.stratum, by_id, self._pool, counts, self.redraw_seed, epoch)
+        return draw(self.stratum, self._by_id, self._pool, counts, self.redraw_seed, epoch)
 
     def write(self, folder: Path) -> None:
         """Replace `folder` by this plan in one step."""
@@ -156,10 +161,11 @@ class Plan:
         kept = int(self.kept.sum())
         tokens = self.num_supervised_tokens
         again = "" if self.redraw_seed is None else f", drawn anew each epoch from {int(self._pool.sum())}"
+        counted = int(sizes.sum())  # without near-duplicates that were left out
         lines = [
-            f"{m['num_clustered']} samples in {len(sizes)} clusters, sizes {sizes.tolist()}{at_cap}; "
+            f"{counted} samples in {len(sizes)} clusters, sizes {sizes.tolist()}{at_cap}; "
             f"certified gap {max(m['gap'], 0.0):.1e}",
-            f"kept {kept} ({kept / m['num_clustered']:.1%}), {counts_text(counts)}, "
+            f"kept {kept} ({kept / counted:.1%}), {counts_text(counts)}, "
             f"{tokens[self.kept].sum() / tokens.sum():.1%} of the supervised tokens{again}",
             f"weights {np.round(weights, 3).tolist()}, effective sample size {m['effective_sample_size']:.3f}",
         ]
@@ -167,7 +173,7 @@ class Plan:
             c = m["calibration"]
             lines.append(
                 f"calibrated: the shift of the mean proxy falls from {c['shift_before']:.3f} to {c['shift_after']:.3f}; "
-                f"effective sample size inside clusters {c['effective_sample_size']:.3f}, largest weight "
+                f"effective sample size of the calibration {c['effective_sample_size']:.3f}, largest weight "
                 f"{c['largest_weight']:.2f} of its cluster's mean"
             )
         for name in sorted(set(self.source)):
@@ -177,8 +183,9 @@ class Plan:
             kept_here = int((mine & self.kept).sum())
             lines.append(f"source {name}: kept {kept_here} of {int(mine.sum())}; by cluster {', '.join(parts)}")
         if "bias" in m:
+            first = "" if self.redraw_seed is None else " in the first epoch"
             lines.append(
-                f"mean proxy of what is trained is off by {m['bias']['relative_shift']:.3f} of the full mean; "
+                f"mean proxy of what is trained{first} is off by {m['bias']['relative_shift']:.3f} of the full mean; "
                 f"cosine of cluster means {min(m['bias']['cosines']):.4f} or more; correlation of distance with "
                 f"length {m['distance_length_correlation']:+.2f}"
             )
@@ -194,7 +201,7 @@ class Plan:
             what = "left out" if m["selection"]["dedup"] else "kept (selection.dedup leaves them out)"
             lines.append(
                 f"near-duplicates: {d['num_repeated']} samples repeat an earlier one of their cluster (cosine of proxies "
-                f"{d['min_cosine']:g} or more, {d['num_groups']} groups): {what}"
+                f"{d['min_cosine']:g} or more, of {d['num_groups']} others): {what}"
             )
         if m.get("extreme_rows"):
             first = ", ".join(f"{row['id']} ({row['times_median']:.2f})" for row in m["extreme_rows"][:3])
@@ -215,14 +222,18 @@ def counts_text(counts: np.ndarray) -> str:
 
 def _variance_lines(v: dict[str, Any]) -> list[str]:
     random = v["random"]
+    if random <= 0:
+        return []  # all proxies are equal
     ratios = ", ".join(
         f"{name} {v[name] / random:.3f}" if v[name] is not None else f"{name} cannot reach this budget"
         for name in ("equal", "proportional", "neyman")
     )
+    biased = v["bias_squared"] > _NO_BIAS * random
+    samples = f"{random / v['bias_squared']:.0f} samples" if biased else ""
+    bias = f"its squared bias equals the variance of random batches of {samples}" if biased else "no bias"
     return [
         f"predicted variance of a batch's mean proxy at this budget, random inside clusters, over random batches': {ratios}",
-        f"what is kept: variance {v['kept'] / random:.3f}; its squared bias equals that of random batches of "
-        f"{random / max(v['bias_squared'], 1e-300):.0f} samples",
+        f"what is kept: variance {v['kept'] / random:.3f}; {bias}",
     ]
 
 
@@ -237,8 +248,7 @@ def random_part(plan: Plan, number: int, seed: int, redraw: bool = False) -> Pla
     """
     usable = plan.cluster >= 0
     one = np.where(usable, 0, -1).astype(np.int32)
-    by_id = np.argsort(np.asarray(plan.ids), kind="stable")
-    kept = draw(one, by_id, usable, np.array([number]), seed, 0)
+    kept = draw(one, plan._by_id, usable, np.array([number]), seed, 0)
     drawn = unselected(plan, kept)
     return replace(drawn, stratum=one, weight=usable * 1.0, pool=usable, redraw_seed=seed) if redraw else drawn
 

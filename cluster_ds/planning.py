@@ -20,7 +20,7 @@ from .duplicates import Duplicates, near_duplicates
 from .features import Features, Points, as_features, one_thread_a_block
 from .files import size_text
 from .plan import Plan
-from .selection import PlanSettings, Selection, cluster_weights, select
+from .selection import PlanSettings, Selection, cluster_weights, pool_of, select
 from .variance import Moments, batch_variances, cluster_sums, effective_sample_size, selection_bias
 
 _EXTREME_ROWS = 50
@@ -56,101 +56,120 @@ def make_plan(
     lengths = np.asarray(lengths, dtype=np.int64)
     supervised = np.asarray(lengths - 1 if num_supervised_tokens is None else num_supervised_tokens, dtype=np.int64)
     by_id = _require_rows(store, ids, lengths, supervised, losses, sources)
-    num_samples = len(ids)
-    device = torch.device("cpu") if device is None else device
-
-    in_store = Points(store, np.arange(num_samples), device=device)
-    lengths_of = np.empty(num_samples)
-    with one_thread_a_block():
-        lengths_of[store.rows] = in_store.norms()
-    require_finite(lengths_of, np.asarray(ids))
+    rank = np.empty(len(ids), dtype=np.int64)
+    rank[by_id] = np.arange(len(ids))
     # An array is summed in the order of its ids, so that its own order does not matter; shards as they lie on disk.
-    rows, positions = (store.rows, in_store.positions) if isinstance(features, Features) else (by_id, by_id)
-    usable = lengths_of[rows] != 0
-    rows, positions = rows[usable], positions[usable]
-    if not len(rows):
-        raise ValueError(f"all {num_samples} features are zero vectors")
-    unit = Points(store, positions, 1.0 / lengths_of[rows], device=device)
+    rows, unit, magnitudes = _usable(store, ids, None if isinstance(features, Features) else by_id, device)
     points = unit if wanted.normalize else replace(unit, scale=None)
-    magnitudes = lengths_of[rows] if norms is None else np.asarray(norms, dtype=np.float64)[rows]
-    rank = np.empty(num_samples, dtype=np.int64)
-    rank[by_id] = np.arange(num_samples)
+    if norms is not None and wanted.normalize:
+        magnitudes = np.asarray(norms, dtype=np.float64)[rows]
 
-    needed = require_memory(len(points), points.dim, wanted.num_clusters, bool(store.projection))
-    if report is not None:
-        seconds = seconds_needed(points, wanted.num_clusters, wanted.num_restarts)
-        report(
-            f"clustering {len(points)} x {points.dim} into {wanted.num_clusters}: about {seconds:.0f} s and at most "
-            f"{size_text(needed)} of memory"
-        )
+    say = report or (lambda line: None)
+    needed = require_memory(len(points), points.dim, wanted.num_clusters, wanted.alpha, bool(store.projection))
+    seconds = seconds_needed(points, wanted.num_clusters, wanted.num_restarts) if report else 0.0
+    say(
+        f"clustering {len(points)} x {points.dim} into {wanted.num_clusters}: about {seconds:.0f} s and at most "
+        f"{size_text(needed)} of memory"
+    )
     clusters = cluster(
         points, wanted.num_clusters, alpha=wanted.alpha, min_fraction=wanted.min_fraction, seed=wanted.seed,
         num_restarts=wanted.num_restarts, ids=rank[rows],
     )
     with one_thread_a_block():
-        statistics, selection = _select(points, unit, clusters, magnitudes, rank[rows], wanted)
-    fields = {name: _spread(values, rows, num_samples, fill, dtype) for name, values, fill, dtype in (
-        ("cluster", clusters.labels, -1, np.int32), ("distance", clusters.distances, np.nan, np.float64),
-        ("weight", selection.weights, 0.0, np.float64), ("kept", selection.kept, False, bool),
-        ("pool", selection.pool, False, bool),
-    )}
-    loss = np.asarray(np.full(num_samples, np.nan) if losses is None else losses, dtype=np.float32)
-    redrawn = wanted.redraw == "epoch"
+        statistics, selection, duplicates = _select(points, unit, clusters, magnitudes, rank[rows], wanted, say)
+
+    def column(values: np.ndarray, fill: Any, dtype: Any) -> np.ndarray:
+        out = np.full(len(ids), fill, dtype=dtype)
+        out[rows] = values
+        return out
+
+    loss = np.asarray(np.full(len(ids), np.nan) if losses is None else losses, dtype=np.float32)
+    labels, redrawn = column(clusters.labels, -1, np.int32), wanted.redraw == "epoch"
     manifest = {
-        "provenance": provenance or {}, "selection": asdict(wanted), "num_samples": num_samples, "num_clustered": len(rows),
+        "provenance": provenance or {}, "selection": asdict(wanted), "num_samples": len(ids), "num_clustered": len(rows),
         **statistics, "distance_length_correlation": _correlation(clusters.distances, supervised[rows]),
-        "extreme_rows": _extreme_rows(clusters, selection, rows, ids, lengths, supervised, loss),
-        "near_duplicates": _named(statistics["near_duplicates"], rows, ids),
+        "extreme_rows": _extreme_rows(clusters, selection, rows, rank, ids, lengths, supervised, loss),
+        "near_duplicates": _named(duplicates, rows, ids),
         "excluded": {
-            "zero proxy": num_samples - len(rows),
-            "near-duplicate": int(statistics["near_duplicates"].repeated.sum()) if wanted.dedup else 0,
+            "zero proxy": len(ids) - len(rows), "near-duplicate": int(duplicates.repeated.sum()) if wanted.dedup else 0,
         },
         "versions": {name: version(name) for name in ("numpy", "scikit-learn", "torch", "transformers", "deepspeed")},
     }
     return Plan(
-        ids=list(ids), stratum=fields["cluster"].copy(), num_tokens=lengths, num_supervised_tokens=supervised, loss=loss,
-        source=list(sources) if sources is not None and len(set(sources)) > 1 else [], manifest=manifest,
-        redraw_seed=wanted.seed if redrawn else None, cluster=fields["cluster"], distance=fields["distance"],
-        weight=fields["weight"], kept=fields["kept"], pool=fields["pool"] if redrawn else None,
+        ids=list(ids), cluster=labels, stratum=labels.copy(), distance=column(clusters.distances, np.nan, np.float64),
+        weight=column(selection.weights, 0.0, np.float64), kept=column(selection.kept, False, bool), num_tokens=lengths,
+        num_supervised_tokens=supervised, loss=loss, manifest=manifest,
+        source=list(sources) if sources is not None and len(set(sources)) > 1 else [],
+        pool=column(selection.pool, False, bool) if redrawn else None, redraw_seed=wanted.seed if redrawn else None,
     )
 
 
+def _usable(
+    store: Features, ids: Sequence[str], order: np.ndarray | None, device: torch.device | None
+) -> tuple[np.ndarray, Points, np.ndarray]:
+    """The samples whose vector is not zero: their rows int64 [n], their unit vectors, and lengths float64 [n].
+
+    Args:
+        store: of all vectors.
+        ids: of all samples, for the message.
+        order: the places in the store in the order that is wanted; None for the store's.
+        device: where blocks are computed.
+    """
+    positions = np.arange(len(store)) if order is None else order
+    everything = Points(store, positions, device=torch.device("cpu") if device is None else device)
+    with one_thread_a_block():
+        lengths = everything.norms()
+    rows = store.rows[positions]
+    if not np.isfinite(lengths).all():
+        in_rows = np.empty(len(rows))
+        in_rows[rows] = lengths
+        require_finite(in_rows, np.asarray(ids))
+    usable = lengths != 0
+    if not usable.any():
+        raise ValueError(f"all {len(ids)} features are zero vectors")
+    return rows[usable], replace(everything, positions=positions[usable], scale=1.0 / lengths[usable]), lengths[usable]
+
+
 def _select(
-    points: Points, unit: Points, clusters: Clusters, magnitudes: np.ndarray, ranks: np.ndarray, wanted: PlanSettings
-) -> tuple[dict[str, Any], Selection]:
+    points: Points, unit: Points, clusters: Clusters, magnitudes: np.ndarray, ranks: np.ndarray, wanted: PlanSettings,
+    say: Callable[[str], None],
+) -> tuple[dict[str, Any], Selection, Duplicates]:
     """The selection and what the manifest says of it; everything in the order of `points`."""
     labels, k = clusters.labels, len(clusters.centroids)
     by_id = np.argsort(ranks)
     duplicates = near_duplicates(unit, labels, by_id, wanted.near_duplicate_cosine, wanted.seed)
     counted = ~duplicates.repeated if wanted.dedup else np.ones(len(labels), dtype=bool)
+    in_pool = pool_of(labels, clusters.distances, by_id, counted, wanted.trim)
     factors = magnitudes if wanted.normalize else np.ones(len(labels))
     squares = magnitudes**2
-    sizes = np.bincount(labels[counted], minlength=k)
-    sums = cluster_sums(points, labels, k, np.stack([counted * 1.0, counted * factors]))
-    moments = Moments.of(sums[1], sizes, np.bincount(labels, counted * squares, k))
-    selection = select(labels, clusters.distances, ranks, wanted, spreads=np.sqrt(moments.variances), dropped=~counted)
-    available = np.bincount(labels[selection.pool], minlength=k)
+
+    sums = cluster_sums(points, labels, k, np.stack([counted * 1.0, counted * factors, in_pool * factors]))
+    moments, pool = (
+        Moments.of(total, np.bincount(labels[rows], minlength=k), np.bincount(labels, rows * squares, k))
+        for total, rows in ((sums[1], counted), (sums[2], in_pool))
+    )
+    selection = select(labels, clusters.distances, ranks, wanted, spreads=np.sqrt(pool.variances), dropped=~counted)
     bias = selection_bias(points, labels, selection.kept, selection.weights, counted, factors, squares)
     statistics: dict[str, Any] = {}
     if wanted.weighting == "calibrated":
-        means = sums[0] / sizes[:, None]
+        say(f"calibrating the weights of {int(selection.kept.sum())} samples: some hundreds of passes over them")
+        means = sums[0] / moments.sizes[:, None]
         selection, statistics["calibration"] = _calibrated(points, labels, selection, means, moments.shares, wanted)
         before = bias.relative_shift
         bias = selection_bias(points, labels, selection.kept, selection.weights, counted, factors, squares)
         statistics["calibration"] |= {"shift_before": before, "shift_after": bias.relative_shift}
-    weights = cluster_weights(sizes, selection.counts) if wanted.weighting != "none" else np.ones(k)
+    weights = cluster_weights(moments.sizes, selection.counts) if wanted.weighting != "none" else np.ones(k)
     statistics |= {
-        "num_kept": int(selection.kept.sum()), "sizes": sizes.tolist(), "counts": selection.counts.tolist(),
+        "num_kept": int(selection.kept.sum()), "sizes": moments.sizes.tolist(), "counts": selection.counts.tolist(),
         "weights": weights.tolist(), "effective_sample_size": effective_sample_size(selection.weights[selection.kept]),
         "cap": clusters.cap, "floor": clusters.floor, "num_moved": clusters.num_moved, "gap": clusters.gap,
         "inertia": clusters.inertia, "bias": {"relative_shift": bias.relative_shift, "cosines": bias.cosines.tolist()},
         "variance": {
-            **batch_variances(moments, available, int(selection.counts.sum())), "kept": bias.variance,
-            "bias_squared": bias.squared, "inside": moments.variances.tolist(), "between": moments.between,
+            **batch_variances(moments, pool, int(selection.counts.sum())), "kept": bias.variance,
+            "bias_squared": bias.squared, "inside": pool.variances.tolist(), "between": moments.between,
         },
-        "near_duplicates": duplicates,
     }
-    return statistics, selection
+    return statistics, selection, duplicates
 
 
 def _calibrated(
@@ -163,8 +182,10 @@ def _calibrated(
     found = calibrate(kept, labels[mine], means, shares, wanted.min_effective)
     weights = selection.weights.copy()
     weights[mine] *= found.weights
+    least = min(effective_sample_size(found.weights[labels[mine] == c]) for c in range(len(means)))
     facts = {
-        "effective_sample_size": found.effective_sample_size, "largest_weight": float(found.weights.max()),
+        "effective_sample_size": found.effective_sample_size, "least_of_a_cluster": least,
+        "largest_weight": float(found.weights.max()),
         "ridge": found.ridge if np.isfinite(found.ridge) else None,
     }
     return replace(selection, weights=weights), facts
@@ -195,21 +216,14 @@ def _require_rows(
     return by_id
 
 
-def _spread(values: np.ndarray, rows: np.ndarray, num_samples: int, fill: Any, dtype: Any) -> np.ndarray:
-    """Values of some rows as a column of all."""
-    out = np.full(num_samples, fill, dtype=dtype)
-    out[rows] = values
-    return out
-
-
 def _extreme_rows(
-    clusters: Clusters, selection: Selection, rows: np.ndarray, ids: Sequence[str], lengths: np.ndarray,
+    clusters: Clusters, selection: Selection, rows: np.ndarray, rank: np.ndarray, ids: Sequence[str], lengths: np.ndarray,
     supervised: np.ndarray, loss: np.ndarray,
 ) -> list[dict[str, Any]]:
     """The rows that lie farthest out, by distance over their cluster's median: broken ones are found here first."""
     medians = np.array([np.median(clusters.distances[clusters.labels == c]) for c in range(len(clusters.centroids))])
     times = clusters.distances / np.maximum(medians[clusters.labels], 1e-12)
-    order = np.lexsort((rows, -times))[:_EXTREME_ROWS]
+    order = np.lexsort((rank[rows], -times))[:_EXTREME_ROWS]
     return [
         {
             "id": ids[rows[i]], "cluster": int(clusters.labels[i]), "distance": float(clusters.distances[i]),

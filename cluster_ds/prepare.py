@@ -171,7 +171,6 @@ def prepare(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Prepared:  # coll
     ranks.print(f"[proxies] {proxies_folder} ({num_reused} finished shards reused, {seconds['proxies']:.1f} s)")
 
     def select_and_write() -> None:
-        number = {name: row for row, name in enumerate(tokens.ids)}
         proxies = read_proxies(proxies_folder, tokens, selection.tokens_per_batch, key)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
@@ -180,8 +179,10 @@ def prepare(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Prepared:  # coll
                 losses=proxies.losses, norms=proxies.norms, sources=tokens.sources, provenance=provenance,
                 device=ranks.device, report=lambda line: ranks.print(f"[plan] {line}"), **settings,
             )
-        for row in plan.manifest["extreme_rows"]:
-            row["text"] = tokenizer.decode(tokens[number[row["id"]]]["input_ids"][:_SHOWN_TOKENS])
+        shown = {row["id"]: row for row in plan.manifest["extreme_rows"]}
+        for number, name in enumerate(tokens.ids):
+            if name in shown:
+                shown[name]["text"] = tokenizer.decode(tokens[number]["input_ids"][:_SHOWN_TOKENS])
         ranks.print(*(f"[plan] warning: {w.message}" for w in caught if issubclass(w.category, UserWarning)))
         plan.write(plan_folder)
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -34,13 +35,16 @@ from .loss import chunked_cross_entropy, supervised_positions
 from .memory import is_out_of_memory
 from .tokens import TokenTable, pad_batch
 
+T = TypeVar("T")
 VERSION = 2  # part of the key: raise it when proxies of an unchanged input would change
 _BATCHES_PER_SHARD = 8
+_MOST_PADDING, _LEAST_FILLING = 0.03, 0.25  # of a batch
 _MIN_SHARDS, _MAX_SHARDS = 32, 1024
 _ROW_BYTES = 16  # row number, norm and loss beside the features
 _SHARD_BYTES = 8192  # a header and a sidecar, in whole blocks
 _DTYPES = {"F16": np.float16, "F32": np.float32, "I64": np.int64}  # of the arrays of a shard
 _CHECKED_ROWS = 4
+_PADDING_TOLERANCE = 0.05  # of the largest hidden state; bf16 rounds otherwise in another batch
 _LOGIT_TOLERANCE = 0.01  # of the largest logit; bf16 rounds to 0.004
 
 
@@ -62,6 +66,8 @@ class Proxies:
 def length_batches(lengths: np.ndarray, tokens_per_batch: int) -> list[np.ndarray]:
     """Group rows of like length so that rows x longest <= tokens_per_batch; a longer row stands alone.
 
+    A batch ends early where more of it would be padding, though not before it is a quarter full.
+
     Args:
         lengths: int64 [N].
         tokens_per_batch: padded tokens of a batch.
@@ -69,9 +75,14 @@ def length_batches(lengths: np.ndarray, tokens_per_batch: int) -> list[np.ndarra
         arrays of rows, longest batches first; every row once.
     """
     order = np.argsort(-lengths, kind="stable")
+    sorted_lengths = lengths[order]
     batches, start = [], 0
     while start < len(order):
-        size = max(1, tokens_per_batch // int(lengths[order[start]]))
+        longest = int(sorted_lengths[start])
+        tokens = sorted_lengths[start : start + max(1, tokens_per_batch // longest)]
+        padded = longest * np.arange(1, len(tokens) + 1)
+        fits = (np.cumsum(tokens) >= (1 - _MOST_PADDING) * padded) | (padded <= tokens_per_batch * _LEAST_FILLING)
+        size = int(fits.cumprod().sum())  # the first row always fits
         batches.append(order[start : start + size])
         start += size
     return batches
@@ -150,7 +161,7 @@ def extract(
     Args:
         tokens: the samples.
         folder: of this set of proxies.
-        load: called once on each rank that has work.
+        load: called on a rank that is given work, once.
         ranks: this rank among all.
         key: see `proxy_key`; every shard bears it.
         pad_id: fills padding.
@@ -180,30 +191,35 @@ def extract(
             f"{tokens_per_batch}, {padding_share(tokens.num_tokens, batches):.1%} padding; {len(missing)} of {len(shards)} "
             "shards to do"
         )
-    if ranks.rank < len(missing):
-        with _threads(cpu_threads, ranks.device):
-            room = Room()
-            try:
-                model = load().eval()
-                _check_head(model, tokens, ranks.device)
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                raise ValueError(
-                    f"out of memory loading the model for extraction: each rank holds a whole one; use GPUs with more "
-                    f"memory, or fewer ranks on a GPU ({str(error).splitlines()[0]})"
-                ) from error
-            progress = _Progress([int(sum(tokens.num_tokens[b].sum() for b in shards[s])) for s in missing], ranks)
-            for number in ranks.shares(len(missing)):
-                shard = missing[number]
-                _write_shard(folder, shard, key, _run_shard(model, tokens, shards[shard], pad_id, ranks.device, room))
-                progress.finished(number)
-            progress.close()
-            del model
-            if ranks.device.type == "cuda":
-                torch.cuda.empty_cache()
+    model, room = None, Room()
+    progress = _Progress([int(sum(tokens.num_tokens[b].sum() for b in shards[s])) for s in missing], ranks)
+    with _threads(cpu_threads, ranks.device):
+        for number in ranks.shares(len(missing)):
+            if model is None:
+                model = _loaded(load, tokens, ranks.device)
+            shard = missing[number]
+            write_shard(folder, shard, key, _run_shard(model, tokens, shards[shard], pad_id, ranks.device, room))
+            progress.finished(number)
+    progress.close()
+    del model
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
     ranks.gather(len(missing))  # all shards are on disk
     return len(shards) - len(missing)
+
+
+def _loaded(load: Callable[[], PreTrainedModel], tokens: TokenTable, device: torch.device) -> PreTrainedModel:
+    try:
+        model = load().eval()
+        _check_model(model, tokens, device)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ValueError(
+            f"out of memory loading the model for extraction: each rank holds a whole one; use GPUs with more "
+            f"memory, or fewer ranks on a GPU ({str(error).splitlines()[0]})"
+        ) from error
+    return model
 
 
 class _Progress:
@@ -211,7 +227,8 @@ class _Progress:
 
     def __init__(self, num_tokens: list[int], ranks: Ranks):
         self.done, self.ranks, self.started = np.cumsum(num_tokens), ranks, time.perf_counter()
-        self.bar = tqdm(total=int(self.done[-1]), desc="proxies", unit="tok", disable=not ranks.is_main or None)
+        quiet = not (ranks.is_main and num_tokens) or None
+        self.bar = tqdm(total=sum(num_tokens), desc="proxies", unit="tok", disable=quiet)
         self.shown = 0
 
     def finished(self, number: int) -> None:
@@ -268,15 +285,17 @@ def read_proxies(folder: Path, tokens: TokenTable, tokens_per_batch: int, key: s
 
 
 def _map_arrays(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a safetensors file, memory-mapped."""
+    """The arrays of a safetensors file, memory-mapped; torch's map holds no descriptor, so that any number may be open."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
-    return {
-        name: np.memmap(path, _DTYPES[spec["dtype"]], "r", 8 + size + spec["data_offsets"][0], tuple(spec["shape"]))
-        for name, spec in header.items()
-        if name != "__metadata__"
-    }
+    content = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8).numpy()
+    arrays = {}
+    for name, spec in header.items():
+        if name != "__metadata__":
+            begin, end = (8 + size + offset for offset in spec["data_offsets"])
+            arrays[name] = content[begin:end].view(_DTYPES[spec["dtype"]]).reshape(spec["shape"])
+    return arrays
 
 
 @dataclass
@@ -308,12 +327,14 @@ class _Batch:
 
 
 def run_batches(
-    model: PreTrainedModel, tokens: TokenTable, batches: list[np.ndarray], pad_id: int, device: torch.device, room: Room
-) -> Iterator[tuple[np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Each batch's rows, the sample of each supervised position int64 [n], its hidden state [n, H] and its token loss [n].
+    model: PreTrainedModel, tokens: TokenTable, batches: list[np.ndarray], pad_id: int, device: torch.device, room: Room,
+    finish: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], T],
+) -> Iterator[tuple[np.ndarray, T]]:
+    """Each batch's rows, and what `finish` makes of the pass.
 
-    The next batch is prepared while the model works. A batch that does not fit into memory is halved until it does, and
-    so are those behind it: `room` only shrinks.
+    It is given the sample of each supervised position int64 [n], its hidden state [n, H], its token loss [n] and B. The next
+    batch is prepared while the model works. A batch that does not fit into memory is halved until it does, and so are those
+    behind it: `room` only shrinks.
 
     Raises:
         ValueError: if a sample alone does not fit.
@@ -332,16 +353,15 @@ def run_batches(
             batch = ready.result() if ready is not None else _Batch.of(tokens, rows, pad_id, device)
             if waiting:
                 following = (waiting[-1], pool.submit(_Batch.of, tokens, waiting[-1], pad_id, device))
-            result = None
+            result: list[T] = []
             try:
-                batch = batch.to(device)
-                result = batch_losses(model, batch.input_ids, batch.samples, batch.predictors, batch.targets)
+                result.append(_one_pass(model, batch.to(device), finish))
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
                 problem = str(error).splitlines()[0]
-            if result is not None:
-                yield rows, batch.samples, *result
+            if result:
+                yield rows, result[0]
                 continue
             # Outside of the handler, whose traceback would keep the failed pass's tensors alive.
             if device.type == "cuda":
@@ -358,6 +378,13 @@ def run_batches(
             )  # fmt: skip
 
 
+def _one_pass(
+    model: PreTrainedModel, batch: _Batch, finish: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], T]
+) -> T:
+    hidden, losses = batch_losses(model, batch.input_ids, batch.samples, batch.predictors, batch.targets)
+    return finish(batch.samples, hidden, losses, len(batch.input_ids))
+
+
 def held_out_loss(
     tokens: TokenTable, load: Callable[[], PreTrainedModel], ranks: Ranks, *, pad_id: int, tokens_per_batch: int,
     cpu_threads: int,
@@ -372,8 +399,7 @@ def held_out_loss(
     if batches:
         with _threads(cpu_threads, ranks.device):
             model = load().eval()
-            for rows, samples, _, losses in run_batches(model, tokens, batches, pad_id, ranks.device, Room()):
-                total = torch.zeros(len(rows), dtype=torch.float64).index_add(0, samples.cpu(), losses.double().cpu())
+            for rows, total in run_batches(model, tokens, batches, pad_id, ranks.device, Room(), _summed):
                 sums.update(zip(rows.tolist(), total.tolist(), strict=True))
     merged = {row: value for part in ranks.gather(sums) for row, value in part.items()}
     ce = np.array([merged[row] for row in range(len(tokens))])
@@ -384,14 +410,17 @@ def held_out_loss(
     }
 
 
+def _summed(samples: torch.Tensor, _: torch.Tensor, losses: torch.Tensor, num_samples: int) -> torch.Tensor:
+    return torch.zeros(num_samples, dtype=torch.float64).index_add(0, samples.cpu(), losses.double().cpu())
+
+
 def _run_shard(
     model: PreTrainedModel, tokens: TokenTable, batches: list[np.ndarray], pad_id: int, device: torch.device, room: Room
 ) -> dict[str, np.ndarray]:
     """The arrays of a shard; they stay on the device until its last batch is under way."""
     all_rows: list[np.ndarray] = []
     parts: dict[str, list[torch.Tensor]] = {"features": [], "norms": [], "losses": []}
-    for rows, samples, hidden, losses in run_batches(model, tokens, batches, pad_id, device, room):
-        features, norms, mean_losses = gradient_proxies(samples, hidden, losses, len(rows))
+    for rows, (features, norms, mean_losses) in run_batches(model, tokens, batches, pad_id, device, room, gradient_proxies):
         all_rows.append(rows)
         parts["features"].append(features.half())
         parts["norms"].append(norms.float())
@@ -409,7 +438,7 @@ def _run_shard(
     return arrays
 
 
-def _write_shard(folder: Path, shard: int, key: str, arrays: dict[str, np.ndarray]) -> None:
+def write_shard(folder: Path, shard: int, key: str, arrays: dict[str, np.ndarray]) -> None:
     """The sidecar appears last, so a shard without one does not exist."""
     path = _shard(folder, shard)
     with commit_file(path) as part:
@@ -439,18 +468,33 @@ class _threads:
 
 
 @torch.no_grad()
-def _check_head(model: PreTrainedModel, tokens: TokenTable, device: torch.device) -> None:
-    """Refuse models whose logits are more than head x hidden (scaled, capped): proxies would be wrong without a word."""
+def _check_model(model: PreTrainedModel, tokens: TokenTable, device: torch.device) -> None:
+    """Refuse models whose proxies would be wrong without a word.
+
+    These are models whose logits are more than head x hidden (scaled, capped), and models that look ahead, so that padding
+    behind a sample changes it.
+    """
     middle = np.argsort(tokens.num_tokens, kind="stable")[len(tokens) // 2 :][:_CHECKED_ROWS]
     batch = _Batch.of(tokens, middle, 0, device).to(device)
     chosen = (batch.samples, batch.predictors)
     own = model(input_ids=batch.input_ids, use_cache=False).logits[chosen].float()
     head = model.get_output_embeddings()
-    hidden = model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state[chosen]
+    states = model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+    hidden = states[chosen]
     ours = torch.nn.functional.linear(hidden, head.weight, getattr(head, "bias", None)).float()
     difference, largest = float((ours - own).abs().max()), float(own.abs().max())
     if difference > _LOGIT_TOLERANCE * largest:  # NaN passes here and is named by sample later
         raise ValueError(
             f"{type(model).__name__}: its logits differ by up to {difference:.3g} (the largest is {largest:.3g}) from "
             "hidden states x output embeddings: it scales or caps them, which gradient proxies do not support"
+        )
+    shortest = int(tokens.num_tokens[middle].argmin())
+    length = int(tokens.num_tokens[middle[shortest]])
+    unpadded = batch.input_ids[shortest : shortest + 1, :length]
+    alone = model.base_model(input_ids=unpadded, use_cache=False).last_hidden_state[0]
+    moved = float((alone - states[shortest, :length]).abs().max())
+    if moved > _PADDING_TOLERANCE * float(alone.abs().max()):
+        raise ValueError(
+            f"{type(model).__name__}: padding behind a sample changes its hidden states by up to {moved:.3g}, so it looks "
+            "ahead and is no causal language model (is_decoder, in its configuration): gradient proxies need one"
         )

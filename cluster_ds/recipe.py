@@ -93,7 +93,7 @@ class SelectionSection(Section):
     keep: float | None = Field(None, gt=0, le=1)  # or a budget as a share of all samples
     trim: float = Field(0.0, ge=0, lt=1)  # outermost share of every cluster that is not kept: broken rows live there
     weighting: Literal["cluster", "none", "calibrated"] = "cluster"
-    min_effective: float = Field(0.8, gt=0, le=1)  # least effective sample size of calibrated weights inside a cluster
+    min_effective: float = Field(0.8, gt=0, le=1)  # least effective sample size of the calibration, cluster weights apart
     dedup: bool = False  # leave near-duplicates out; they are reported anyway
     near_duplicate_cosine: float = Field(0.99, gt=0, le=1)  # of two proxies of one cluster
     redraw: Literal["none", "epoch"] = "none"  # with choice random: other samples in every epoch

@@ -29,7 +29,7 @@ class PlanSettings:
         alpha, min_fraction, num_restarts: see `clustering.cluster`.
         choice, balance, quota, ratio, keep, trim: see `select`.
         weighting: "cluster", "none", or "calibrated" (see `calibration`).
-        min_effective: least effective sample size of calibrated weights inside a cluster.
+        min_effective: least effective sample size of the calibration, over all kept samples and apart from cluster weights.
         dedup: whether near-duplicates are left out but for the first of each group; they are reported anyway.
         near_duplicate_cosine: from which cosine on two proxies are near-duplicates.
         redraw: "epoch" keeps other samples in every epoch, "none" the same.
@@ -71,6 +71,8 @@ class PlanSettings:
                 raise ValueError(f"{name} {share} is outside (0, 1]")
         if not 0 <= self.trim < 1:
             raise ValueError(f"trim {self.trim} is outside [0, 1)")
+        if self.keep is not None and self.keep > 1 - self.trim:
+            raise ValueError(f"keep {self.keep} is more than trim {self.trim} leaves of the samples: lower one of them")
         if not 0 < self.near_duplicate_cosine <= 1:
             raise ValueError(f"near_duplicate_cosine {self.near_duplicate_cosine} is outside (0, 1]")
         if self.balance == "random_first" and self.quota != "equal":
@@ -154,8 +156,9 @@ def quota_counts(
             most = int(1000 * k * smallest / total) / 1000
             raise ValueError(
                 f"selection.keep {keep:g} needs {each} samples of every cluster, but cluster {int(available.argmin())} has "
-                f"{smallest}: at most {most} can be kept with sizes {sizes.tolist()}; lower keep, raise "
-                "selection.min_fraction, use fewer clusters, or selection.quota proportional, which reaches any budget"
+                f"{smallest}: at most {most} can be kept with sizes {available.tolist()}; lower keep or trim, raise "
+                "selection.min_fraction, use fewer clusters, or selection.quota proportional, which can keep all that trim "
+                "and dedup leave"
             )
         return np.full(k, each, dtype=np.int64)
     if budget > available.sum():
@@ -167,7 +170,8 @@ def quota_counts(
     if quota == "neyman":
         if spreads is None:
             raise ValueError("quota 'neyman' needs the clusters' spreads")
-        shares = shares * np.maximum(spreads, 1e-9 * max(float(spreads.max()), 1e-300))
+        if spreads.max() > 0:  # else all are alike, and any quota is Neyman's
+            shares = shares * np.maximum(spreads, 1e-9 * float(spreads.max()))
     return apportion(shares, budget, available)
 
 
@@ -216,6 +220,18 @@ def draw(strata: np.ndarray, by_id: np.ndarray, pool: np.ndarray, counts: np.nda
     return kept
 
 
+def pool_of(labels: np.ndarray, distances: np.ndarray, by_id: np.ndarray, counted: np.ndarray, trim: float) -> np.ndarray:
+    """Bool [N], what may be kept: all that is counted but for the outermost share of every cluster; ties by id."""
+    pool = counted.copy()
+    order = by_id[np.lexsort((-distances[by_id], labels[by_id]))]
+    order = order[counted[order]]
+    of = labels[order]
+    sizes = np.bincount(of, minlength=int(labels.max()) + 1)
+    place = np.arange(len(order)) - (np.cumsum(sizes) - sizes)[of]
+    pool[order[place < np.floor(trim * sizes + 1e-9)[of]]] = False
+    return pool
+
+
 def select(
     labels: np.ndarray, distances: np.ndarray, ids: list[str] | np.ndarray, settings: PlanSettings, *,
     spreads: np.ndarray | None = None, dropped: np.ndarray | None = None,
@@ -236,14 +252,10 @@ def select(
     """
     k = int(labels.max()) + 1
     by_id = np.argsort(np.asarray(ids), kind="stable")
-    pool = np.ones(len(labels), dtype=bool) if dropped is None else ~dropped
-    sizes = np.bincount(labels[pool], minlength=k)
+    counted = np.ones(len(labels), dtype=bool) if dropped is None else ~dropped
+    sizes = np.bincount(labels[counted], minlength=k)
+    pool = pool_of(labels, distances, by_id, counted, settings.trim)
     outermost_first = by_id[np.lexsort((-distances[by_id], labels[by_id]))]
-    outermost_first = outermost_first[pool[outermost_first]]
-    if settings.trim:
-        starts = np.cumsum(sizes) - sizes
-        place = np.arange(len(outermost_first)) - starts[labels[outermost_first]]
-        pool[outermost_first[place < np.floor(settings.trim * sizes + 1e-9)[labels[outermost_first]]]] = False
     available = np.bincount(labels[pool], minlength=k)
     counts = quota_counts(
         sizes, available, quota=settings.quota, ratio=settings.ratio, keep=settings.keep, spreads=spreads

@@ -80,37 +80,37 @@ class Moments:
         return cls(sizes, means, np.maximum(squares / counts - (means**2).sum(axis=1), 0.0))
 
 
-def batch_variances(moments: Moments, available: np.ndarray, num_kept: int) -> dict[str, float | None]:
+def batch_variances(moments: Moments, pool: Moments, num_kept: int) -> dict[str, float | None]:
     """B times the predicted variance of a batch's weighted mean proxy at the same budget; None where it cannot be had.
 
     Args:
         moments: of whole clusters.
-        available: int64 [K], how many of each may be kept.
+        pool: of what may be kept of them.
         num_kept: M.
     """
-    shares, inside = moments.shares, moments.variances
-    out: dict[str, float | None] = {"random": float(shares @ inside) + moments.between}
+    out: dict[str, float | None] = {"random": float(moments.shares @ moments.variances) + moments.between}
     for quota in QUOTAS:
         try:
             counts = quota_counts(
-                moments.sizes, available, quota=quota, keep=num_kept / moments.sizes.sum(), spreads=np.sqrt(inside)
+                moments.sizes, pool.sizes, quota=quota, keep=num_kept / moments.sizes.sum(), spreads=np.sqrt(pool.variances)
             )
         except ValueError:
             out[quota] = None
             continue
-        out[quota] = quota_variance(moments, counts)
+        out[quota] = quota_variance(moments.shares, pool.variances, counts)
     return out
 
 
-def quota_variance(moments: Moments, counts: np.ndarray) -> float:
-    """B times the variance with n_c samples of each cluster kept."""
-    return float((moments.shares**2 * moments.variances * counts.sum() / counts).sum())
+def quota_variance(shares: np.ndarray, variances: np.ndarray, counts: np.ndarray) -> float:
+    """B times the variance with n_c samples of each cluster kept: pi_c, S_c^2 and n_c [K] of each."""
+    return float((shares**2 * variances * counts.sum() / counts).sum())
 
 
 def finite_batch_variance(moments: Moments, in_batch: np.ndarray) -> float:
     """Variance of (1/B) sum_i w_i g_i for one batch of b_c different samples of each cluster, w = pi_c B / b_c.
 
-    Exact for samples drawn without replacement: the variance of b_c of them is S_c^2 (|C_c| - b_c) / (b_c (|C_c| - 1)).
+    Every b_c is at least 1. Exact for samples drawn without replacement: the mean of b_c of them has the variance
+    S_c^2 (|C_c| - b_c) / (b_c (|C_c| - 1)).
     """
     sizes = moments.sizes
     left = (sizes - in_batch) / np.maximum(sizes - 1, 1)
@@ -139,7 +139,8 @@ class Bias:
         relative_shift: ||weighted mean of what is kept - mean|| / ||mean||, of unit proxies.
         cosines: float64 [K], of kept and whole cluster means.
         squared: the squared shift of proxies before normalisation, to be set beside a batch's variance.
-        variance: B times the variance of a batch of what is kept, S_c^2 taken over the kept samples.
+        variance: B times the variance of a batch of what is kept: sum_c (n_c / M) Var_c(w_i g_i) over the kept samples,
+            which is K sum_c pi_c^2 S_c^2 for the paper's weights.
     """
 
     relative_shift: float
@@ -165,16 +166,15 @@ def selection_bias(
     """
     k = int(labels.max()) + 1
     full, seen, chosen = counted.astype(np.float64), kept * weights, kept.astype(np.float64)
-    sums = cluster_sums(points, labels, k, np.stack([full, seen, chosen, full * factors, seen * factors, chosen * factors]))
+    sums = cluster_sums(points, labels, k, np.stack([full, seen, chosen, full * factors, seen * factors]))
     lengths = np.linalg.norm(sums[0], axis=1) * np.linalg.norm(sums[2], axis=1)
     cosines = (sums[0] * sums[2]).sum(axis=1) / np.maximum(lengths, 1e-300)
     mean, seen_mean = sums[0].sum(axis=0) / full.sum(), sums[1].sum(axis=0) / seen.sum()
     raw_mean, raw_seen = sums[3].sum(axis=0) / full.sum(), sums[4].sum(axis=0) / seen.sum()
-    part = Moments.of(sums[5], np.bincount(labels[kept], minlength=k), np.bincount(labels, chosen * squares, k))
-    whole = Moments(np.bincount(labels[counted], minlength=k), part.means, part.variances)
+    weighted = Moments.of(sums[4], np.bincount(labels[kept], minlength=k), np.bincount(labels, seen**2 * squares, k))
     return Bias(
         relative_shift=float(np.linalg.norm(seen_mean - mean) / max(float(np.linalg.norm(mean)), 1e-300)), cosines=cosines,
-        squared=float(((raw_seen - raw_mean) ** 2).sum()), variance=quota_variance(whole, part.sizes),
+        squared=float(((raw_seen - raw_mean) ** 2).sum()), variance=float(weighted.shares @ weighted.variances),
     )
 
 

@@ -141,11 +141,31 @@ def test_a_hundred_clusters_within_binding_bounds():
 
 
 def test_too_little_memory_is_said_with_both_numbers(monkeypatch):
-    from types import SimpleNamespace
-
     import cluster_ds.clustering as module
 
-    monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(available=5e9))
-    assert module.require_memory(100_000, 4096, 8, False) < 1e9
-    with pytest.raises(ValueError, match=r"10000000 samples into 64 needs about 3\d.\d GB of memory, 5.0 GB are free: lower"):
-        module.require_memory(10_000_000, 4096, 64, False)
+    monkeypatch.setattr(module, "available_memory", lambda: 5 * 10**9)
+    assert module.require_memory(100_000, 4096, 8, 1.5, False) < 1.5e9
+    with pytest.raises(ValueError, match=r"10000000 samples into 64 needs about [34]\d.\d GB of memory, 5.0 GB are free: lower"):
+        module.require_memory(10_000_000, 4096, 64, 1.5, False)
+
+
+def test_vectors_of_any_length_are_projected():
+    points, truth = blobs([300, 200], dim=600, spread=1.0, seed=4)
+    for scale in (1e-6, 1e6):
+        assert adjusted_rand_score(cluster(points * scale, 2).labels, truth) > 0.99
+
+
+def test_means_are_the_members_on_exact_ties():
+    """Points between two centroids: the bound sends one away at no cost, and the means must follow."""
+    from cluster_ds.clustering import lloyd
+    from cluster_ds.features import Points, as_features
+
+    points = np.array([[-1.0, 0.0], [0.0, 0.0], [1.0, 0.0], [0.0, 7.0]])
+    for start in ([[-0.5, 7.0], [0.5, 0.0]], [[0.0, 0.0], [0.0, 0.0]]):
+        data = Points(as_features(points), np.arange(4))
+        centroids, labels, solution = lloyd(data, np.array(start), np.array([2, 2]), np.array([2, 2]), 1e-7)
+        assert np.bincount(labels).tolist() == [2, 2]
+        costs = ((points[:, None] - centroids[None]) ** 2).sum(-1)
+        assert solution.cost == pytest.approx(costs[np.arange(4), labels].sum())
+        for c in range(2):
+            np.testing.assert_allclose(centroids[c], points[labels == c].mean(axis=0))

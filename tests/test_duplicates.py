@@ -31,8 +31,12 @@ def test_a_cluster_that_fits_a_leaf_is_compared_completely(dim):
     found = near_duplicates(Points(as_features(x), np.arange(500)), labels, by_id, 0.99)
     cosines = x @ x.T
     same = (cosines >= 0.99) & (labels[:, None] == labels)
-    earliest = np.array([min(np.flatnonzero(row), key=lambda i: names[i]) for row in same])
-    np.testing.assert_array_equal(found.first, earliest)
+    expected = np.arange(500)
+    for i in by_id:  # greedy, by id
+        earlier = [j for j in np.flatnonzero(same[i]) if names[j] < names[i] and expected[j] == j]
+        if earlier:
+            expected[i] = max(earlier, key=lambda j: cosines[i, j])
+    np.testing.assert_array_equal(found.first, expected)
     assert found.repeated.sum() == 40 and found.num_groups == 40
     assert (names[found.pairs[:, 0]] < names[found.pairs[:, 1]]).all()
     np.testing.assert_allclose(found.cosines, cosines[found.pairs[:, 0], found.pairs[:, 1]], rtol=1e-9)
@@ -65,3 +69,14 @@ def test_dedup_leaves_one_of_each_group_and_counts_no_other():
     assert without.manifest["excluded"]["near-duplicate"] == 30
     sizes = np.bincount(without.cluster[:170])
     assert without.manifest["weights"] == pytest.approx((sizes * 2 / 170).tolist())
+
+
+def test_a_chain_of_near_points_does_not_vanish():
+    """200 points along a quarter of a circle, neighbours at cosine .99997: one stays every 8.1 degrees, where .99 is reached."""
+    angles = np.linspace(0, np.pi / 2, 200)
+    x = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    found = near_duplicates(Points(as_features(x), np.arange(200)), np.zeros(200, dtype=int), np.arange(200), 0.99)
+    kept = np.flatnonzero(~found.repeated)
+    near = (x * x[found.first]).sum(axis=1)
+    assert (near >= 0.99 - 1e-9).all() and not found.repeated[found.first].any()
+    assert np.degrees(np.diff(angles[kept])).max() < 2 * np.degrees(np.arccos(0.99)) and 11 <= len(kept) <= 110

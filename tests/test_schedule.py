@@ -62,7 +62,8 @@ def test_epochs_are_complete_weighted_and_evenly_cut(counts, micro, world, accum
             assert (plan.num_tokens[fillers] == plan.num_tokens.min()).all()
             in_batch = np.bincount(clusters[rows], minlength=len(counts))
             expected = np.array(counts) * len(rows) / total
-            assert np.abs(in_batch - expected).max() < 2  # stratum shares
+            # Keys of a stratum are off by half a place; those of all K together move a batch's borders by K / 2 places.
+            assert (np.abs(in_batch - expected) < 1.5 + len(counts) * np.array(counts) / sum(counts)).all()
             if in_batch.all():  # each stratum's corrected mass is its share of the epoch
                 mass = np.bincount(clusters[rows], weights=weights / plan.weight[rows], minlength=len(counts))
                 np.testing.assert_allclose(mass, expected)

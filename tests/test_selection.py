@@ -134,7 +134,7 @@ def test_the_bias_without_weights_is_the_one_of_what_is_trained():
         ({"weighting": "clusters"}, "weighting 'clusters': cluster, none or calibrated"),
         ({"ratio": 2}, r"ratio 2 is outside \(0, 1\]"), ({"ratio": -1}, "ratio -1 is outside"), ({"keep": 0}, "keep 0 is outside"),
         ({"ratio": 0.5, "keep": 0.5}, "both set the budget"), ({"quota": "even"}, "quota 'even': equal, proportional or neyman"),
-        ({"trim": 1.0}, r"trim 1.0 is outside \[0, 1\)"),
+        ({"trim": 0.3, "keep": 0.8}, "keep 0.8 is more than trim 0.3 leaves"), ({"trim": 1.0}, r"trim 1.0 is outside \[0, 1\)"),
         ({"quota": "neyman", "balance": "random_first"}, "random_first cuts clusters to equal sizes, quota neyman"),
         ({"redraw": "epoch"}, "redraw epoch draws at random, but choice is peripheral"),
         ({"redraw": "epoch", "choice": "random", "weighting": "calibrated"}, "calibrated is for fixed samples"),

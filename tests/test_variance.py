@@ -75,7 +75,7 @@ def test_predictions_agree_with_drawn_batches_and_neyman_is_least(proxies):
         predicted, mean, error = measured(proxies, plan, moments)
         assert abs(mean - predicted) < 4 * error, quota
         told = plan.manifest["variance"]
-        assert told[quota] == pytest.approx(quota_variance(moments, np.array(plan.manifest["counts"])))
+        assert told[quota] == pytest.approx(quota_variance(moments.shares, moments.variances, np.array(plan.manifest["counts"])))
         assert 0.85 < 24 * predicted / told[quota] < 1.1  # batches without replacement, whole numbers of each cluster
         found[quota] = mean
     whole = moments_of(x, np.zeros(1000, dtype=int))
@@ -86,13 +86,62 @@ def test_predictions_agree_with_drawn_batches_and_neyman_is_least(proxies):
     assert told["neyman"] <= told["proportional"] <= told["random"]
 
 
-def test_bias_and_variance_of_what_is_kept(proxies):
+@pytest.mark.parametrize("weighting", ["cluster", "none", "calibrated"])
+def test_bias_and_variance_of_what_is_kept(proxies, weighting):
     x, ids = proxies
-    plan = make_plan(x, ids, np.full(1000, 9), num_clusters=4, alpha=2.5, ratio=0.5)
+    plan = make_plan(x, ids, np.full(1000, 9), num_clusters=4, alpha=2.5, ratio=0.5, weighting=weighting, min_effective=0.6)
     told, kept = plan.manifest["variance"], plan.kept
     mean = np.average(x[kept], axis=0, weights=plan.weight[kept])
     assert told["bias_squared"] == pytest.approx(((mean - x.mean(axis=0)) ** 2).sum())
-    inside = [x[kept & (plan.cluster == c)].var(axis=0).sum() for c in range(4)]
-    shares = np.bincount(plan.cluster) / 1000
-    assert told["kept"] == pytest.approx(4 * (shares**2 * inside).sum())
-    assert "squared bias equals that of random batches of" in "\n".join(plan.lines())
+    weighted = plan.weight[:, None] * x
+    inside = np.array([weighted[kept & (plan.cluster == c)].var(axis=0).sum() for c in range(4)])
+    assert told["kept"] == pytest.approx(inside.mean())  # equal counts
+    if weighting == "cluster":
+        spreads = [x[kept & (plan.cluster == c)].var(axis=0).sum() for c in range(4)]
+        assert told["kept"] == pytest.approx(4 * ((np.bincount(plan.cluster) / 1000) ** 2 * spreads).sum())
+    assert "equals the variance of random batches of" in "\n".join(plan.lines())
+
+
+def test_plans_without_any_spread_or_bias_can_be_told():
+    ids, lengths = [f"s{i:02d}" for i in range(60)], np.full(60, 9)
+    same = np.ones((60, 3))
+    with pytest.warns(UserWarning, match="1 distinct points"):
+        assert "predicted variance" not in "\n".join(make_plan(same, ids, lengths, num_clusters=2).lines())
+    three = np.repeat(np.eye(3), [30, 20, 10], axis=0)
+    for quota in ("equal", "proportional", "neyman"):
+        plan = make_plan(three, ids, lengths, num_clusters=3, alpha=2.0, quota=quota, ratio=0.5)
+        assert "variance 0.000; no bias" in "\n".join(plan.lines())
+    assert plan.manifest["counts"] == [8, 5, 2]  # without any spread Neyman's are proportional
+
+
+def test_spreads_are_those_of_what_may_be_kept():
+    """Broken rows that trimming removes must not draw quotas to their cluster."""
+    rng = np.random.default_rng(0)
+    x = np.concatenate([rng.normal(size=(100, 4)) + 20, rng.normal(size=(100, 4)) - 20])
+    x[:5] += 30
+    ids, lengths = [f"s{i:03d}" for i in range(200)], np.full(200, 9)
+    settings = {"num_clusters": 2, "quota": "neyman", "keep": 0.3, "normalize": False}
+    whole, trimmed = (make_plan(x, ids, lengths, **settings, trim=trim) for trim in (0.0, 0.05))
+    own = whole.cluster[0]
+    assert whole.manifest["counts"][own] > 40 and 25 <= trimmed.manifest["counts"][own] <= 35
+
+
+@pytest.mark.parametrize("weighting", ["cluster", "calibrated"])
+def test_dedup_trim_quota_and_weights_together(proxies, weighting):
+    x, ids = proxies
+    x = np.concatenate([x, x[:200]])  # the first 200 a second time
+    ids = [*ids, *(f"t{i:04d}" for i in range(200))]
+    plan = make_plan(x, ids, np.full(1200, 9), num_clusters=4, alpha=2.5, quota="proportional", keep=0.4, dedup=True, trim=0.1,
+                     near_duplicate_cosine=1.0, weighting=weighting)
+    sizes = np.bincount(plan.cluster[:1000])
+    assert plan.manifest["sizes"] == sizes.tolist() and not plan.kept[1000:].any() and plan.kept.sum() == 400
+    shares = np.bincount(plan.cluster[plan.kept], weights=plan.weight[plan.kept]) / plan.weight[plan.kept].sum()
+    np.testing.assert_allclose(shares, sizes / 1000, rtol=1e-9)  # of what is not left out, trimmed rows included
+    bias = np.average(unit(x)[plan.kept], axis=0, weights=plan.weight[plan.kept]) - unit(x)[:1000].mean(axis=0)
+    told = plan.manifest["bias"]["relative_shift"]
+    assert told == pytest.approx(np.linalg.norm(bias) / np.linalg.norm(unit(x)[:1000].mean(axis=0)))
+    assert "1000 samples in 4 clusters" in plan.lines()[0] and "kept 400 (40.0%)" in plan.lines()[1]
+
+
+def unit(x):
+    return x / np.linalg.norm(x, axis=1, keepdims=True)

@@ -2,10 +2,12 @@
 
 import json
 import random
+import shutil
+import time
 
 import pytest
 
-from .jobs import finish, kill_rank_when, start_job
+from .jobs import finish, kill_rank_when, start_job, wait_until
 
 pytestmark = pytest.mark.distributed
 JOB = ("--set", "selection.tokens_per_batch=1024")
@@ -46,10 +48,10 @@ def test_killed_five_times_no_finished_shard_is_made_again(alone, tmp_path):
     rng = random.Random(7)
     done: dict = {}
     for number in range(5):
-        wanted = len(done) + rng.randint(1, 4)
-        kill_rank_when(
-            start_job(output, *JOB, script="preprocess.py"), number % 2, lambda wanted=wanted: len(shards(output)) >= wanted
-        )
+        job, begun = start_job(output, *JOB, script="preprocess.py"), len(shards(output))
+        wait_until(job, lambda begun=begun: len(shards(output)) > begun)  # it extracts; now at any moment of it
+        moment = time.monotonic() + rng.uniform(0, 0.8)
+        kill_rank_when(job, number % 2, lambda moment=moment: time.monotonic() > moment)
         now = shards(output)
         assert all(now[name] == value for name, value in done.items())
         done = now
@@ -57,4 +59,18 @@ def test_killed_five_times_no_finished_shard_is_made_again(alone, tmp_path):
     last = shards(output)
     assert all(last[name] == value for name, value in done.items()) and f"({len(done)} finished shards reused" in text
     assert {n: c for n, (c, _) in last.items()} == {n: c for n, (c, _) in shards(alone).items()}
+    assert plan_hash(output) == plan_hash(alone)
+
+
+def test_fewer_shards_than_ranks(alone, tmp_path):
+    """One shard is missing: one rank makes it, the others must not wait for ever."""
+    output = tmp_path / "run"
+    shutil.copytree(alone.parent / "cache", tmp_path / "cache")
+    lost = sorted((tmp_path / "cache" / "proxies").glob("*/shard-00007.*"))
+    assert len(lost) == 2
+    for path in lost:
+        path.unlink()
+    text = finish(start_job(output, *JOB, script="preprocess.py", num_ranks=4), output)
+    assert "1 of 32 shards to do" in text and "(31 finished shards reused" in text
+    assert {n: c for n, (c, _) in shards(output).items()} == {n: c for n, (c, _) in shards(alone).items()}
     assert plan_hash(output) == plan_hash(alone)
