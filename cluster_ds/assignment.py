@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import numpy as np
 
 # Temperatures of the smoothed minimum, as shares of the costs' standard deviation.
-_ROUGH, _FINE = (0.3, 0.075, 0.02, 0.005), (0.075, 0.02, 0.005, 1e-3)
-_SAMPLE = 8192  # rows that find the rough prices; more for many clusters
+_ROUGH, _FINE = (0.3, 0.075, 0.02, 0.005), (0.075, 1e-3)  # of the rough prices; first and last of the exact ones
+_SAMPLE = 4096  # rows that find the rough prices; more for many clusters
 _FINER = 6  # each further sample is so many times larger
-_BAND = 4096  # points that are solved exactly at first
+_BAND = 2048  # points that are solved exactly at first
 _BAND_PER_ERROR = 3  # and so many at a cluster for each point that it has too many or too few
 _WARM_ERROR = 0.02  # of the points: prices that are off by less need no sample
 _COUNT_ERROR = 0.3  # points; what is left is repaired exactly
@@ -106,7 +106,7 @@ def _solve(
         else:
             rows, need, room = _band(sample, lo * share, hi * share, p, _BAND, _BAND_PER_ERROR)[:3]
             if _can_hold(need, room, len(rows)):
-                p = _newton(sample[rows], need, room, p, _FINE[0] * scale)
+                p = _newton(sample[rows], need, room, p, _ROUGH[-1] * scale)
     factor, worst = 1, np.inf
     while True:
         band, need, room, labels, width, error = _band(costs, lo, hi, p, factor * _BAND, factor * _BAND_PER_ERROR)
@@ -118,8 +118,10 @@ def _solve(
         q = p
         if _can_hold(need, room, len(band)):
             inside = costs[band]
-            for level in _FINE if scale > 0 else ():
-                q = _newton(inside, need, room, q, level * scale)
+            eps = min(_FINE[0] * scale, width)  # prices that are nearly right need no high temperature
+            while eps > 0:
+                q = _newton(inside, need, room, q, eps)
+                eps = max(eps / 16, _FINE[1] * scale) if eps > _FINE[1] * scale else 0.0
             found = np.empty(len(band), dtype=np.int64)
             q = _repair(inside, q, need, room, found)
             if float(np.ptp(q - p)) <= width:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ _FULL_PASSES = 10  # at most, over the full vectors, behind a search in the proj
 _TOLERANCE = 1e-7  # relative decrease of the cost
 _PROJECTED_TOLERANCE = 1e-5  # of what is polished afterwards
 _GUESSED_ITERATIONS, _GUESSED_FULL_PASSES = 20, 12  # of the estimate of the time
+_FEW_MOVED = 0.3  # of the points
 _SUM_SETS = 5  # of `variance.cluster_sums`
 _COST_ARRAYS = 5  # [N, K] float64 at once: distances, the adjusted ones, a band, its softmax, a transpose
 
@@ -252,7 +253,7 @@ def lloyd(
     costs, nearest, sums = _costs_and_sums(points, centroids)
     solution = assign(costs, lo, hi)
     for _ in range(max_iterations):
-        ahead = _means(points, solution.labels, len(centroids), sums if (solution.labels == nearest).all() else None)
+        ahead = _means(points, solution.labels, len(centroids), _corrected(points, sums, nearest, solution.labels))
         costs, nearest, sums = _costs_and_sums(points, ahead)
         following = assign(costs, lo, hi, solution.prices)
         gain = solution.cost - following.cost
@@ -263,6 +264,21 @@ def lloyd(
         if done:
             break
     return centroids, solution.labels, solution
+
+
+def _corrected(points: Points, sums: np.ndarray, nearest: np.ndarray, labels: np.ndarray) -> np.ndarray | None:
+    """The clusters' sums from those of the nearest points, where few points are elsewhere; None where many are."""
+    moved = np.flatnonzero(labels != nearest)
+    if len(moved) > _FEW_MOVED * len(labels):
+        return None
+    if not len(moved):
+        return sums
+    k, scale = len(sums), None if points.scale is None else points.scale[moved]
+    part = replace(points, positions=points.positions[moved], scale=scale)
+    to, off = (torch.from_numpy(of[moved]).to(points.device) for of in (labels, nearest))
+    for _, change in part.map_blocks(lambda span, block, _: _sums(block, to[span], k) - _sums(block, off[span], k)):
+        sums = sums + change
+    return sums
 
 
 def _costs_and_sums(points: Points, centroids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -21,11 +21,12 @@ from typing import TypeVar
 import numpy as np
 import psutil
 import torch
-from threadpoolctl import threadpool_limits
+from threadpoolctl import ThreadpoolController
 
 T = TypeVar("T")
 PROJECTION_DIM = 256  # P; distances are kept to about sqrt(2 / P), 9 %
-BLOCK_ELEMENTS = 1 << 20  # b x H
+BLOCK_ELEMENTS, _BLOCK_ROWS = 1 << 20, 4096  # b x H at most, and b
+_FEW = 1 << 21  # elements that are not worth several threads
 _MAX_THREADS = 16
 
 
@@ -137,7 +138,7 @@ class Points:
         The block and a spare buffer of its shape belong to the thread and are used again for its next block: memory that is
         asked for anew for every block would be torn by the small results in between, and the process would grow without end.
         """
-        size = max(1, BLOCK_ELEMENTS // self.dim)
+        size = min(_BLOCK_ROWS, max(1, BLOCK_ELEMENTS // self.dim))
         spans = [slice(start, min(start + size, len(self))) for start in range(0, len(self), size)]
         local = threading.local()
 
@@ -150,7 +151,7 @@ class Points:
             block = local.block[:b].copy_(torch.from_numpy(stored))
             return work(span, self._scaled(block, span), local.spare[:b])
 
-        if num_threads() == 1 or len(spans) == 1:
+        if num_threads() == 1 or len(spans) == 1 or len(self) * self.dim <= _FEW:
             for span in spans:
                 yield span, run(span)
             return
@@ -205,13 +206,19 @@ def available_memory() -> int:
     return free
 
 
+@cache
+def _controller() -> ThreadpoolController:
+    """Looking for the thread pools of all libraries takes longer than many a computation here."""
+    return ThreadpoolController()
+
+
 @contextmanager
 def one_thread_a_block() -> Iterator[None]:
     """Inside, each numerical call uses one thread; blocks run side by side instead."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with threadpool_limits(limits=1):
+        with _controller().limit(limits=1):
             yield
     finally:
         torch.set_num_threads(before)
