@@ -22,10 +22,10 @@ import numpy as np
 
 # Temperatures of the smoothed minimum, as shares of the costs' standard deviation.
 _ROUGH, _FINE = (0.3, 0.075, 0.02, 0.005), (0.075, 1e-3)  # of the rough prices; first and last of the exact ones
-_SAMPLE = 4096  # rows that find the rough prices; more for many clusters
+_SAMPLE = 3072  # rows that find the rough prices; more for many clusters
 _FINER = 6  # each further sample is so many times larger
-_BAND = 2048  # points that are solved exactly at first
-_BAND_PER_ERROR = 3  # and so many at a cluster for each point that it has too many or too few
+_BAND = 3072  # points that are solved exactly at first
+_BAND_PER_ERROR = 4  # and so many at a cluster for each point that it has too many or too few
 _WARM_ERROR = 0.02  # of the points: prices that are off by less need no sample
 _COUNT_ERROR = 0.3  # points; what is left is repaired exactly
 _NEWTON_STEPS = 50
