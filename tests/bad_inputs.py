@@ -203,6 +203,15 @@ def foreign_model(folder: Path) -> list[str]:
     return rows_are(ROWS)(folder)
 
 
+def lost(pattern: str) -> Callable[[Path], list[str]]:
+    def change(folder: Path) -> list[str]:
+        max(folder.glob(pattern)).unlink()
+        shutil.rmtree(folder / "runs" / "recipe" / "plan")
+        return rows_are(ROWS)(folder)
+
+    return change
+
+
 def damaged(pattern: str) -> Callable[[Path], list[str]]:
     def change(folder: Path) -> list[str]:
         path = max(folder.glob(pattern))
@@ -245,6 +254,9 @@ CASES = [
     Case("--set without =", rows_are(ROWS, "--set", "selection.ratio"), "expected section.key=value"),
     Case("ratio above 1", settings("selection.ratio=1.5"), "selection.ratio: .*less than or equal to 1"),
     Case("two budgets", recipe_is(lambda t: t.replace("num_clusters: 2", "num_clusters: 2, ratio: 0.5, keep: 0.5")), r"ratio \(0.5\) and keep \(0.5\) both set the budget"),
+    Case("redraw of a periphery", settings("selection.redraw=epoch"), "redraw epoch draws at random, but choice is peripheral"),
+    Case("more than trimming leaves", recipe_is(lambda t: t.replace("num_clusters: 2", "num_clusters: 2, keep: 0.9, trim: 0.2")), "keep 0.9 is more than trim 0.2 leaves of the samples"),
+    Case("unequal quotas of cut clusters", recipe_is(lambda t: t.replace("num_clusters: 2", "num_clusters: 2, quota: neyman, balance: random_first")), "balance random_first cuts clusters to equal sizes, quota neyman to others"),
     Case("path and sources", settings("data.sources={a: {path: rows.jsonl}}"), "give either path, or sources"),
     Case("misspelt key in a source", recipe_is(lambda t: t.replace("path: rows.jsonl", "sources: {a: {pth: x}}")), r"unknown key data.sources.a.pth; did you mean data.sources.a.path\?"),
     Case("no such ZeRO config", settings("deepspeed.config=zero9"), "no DeepSpeed config 'zero9': .*zero2", script="train.py"),
@@ -308,7 +320,8 @@ CASES = [
     Case("plan of other settings", after_a_plan(settings("selection.seed=7")), "seed: plan 0, now 7"),
     Case("damaged plan", after_a_plan(damaged("runs/recipe/plan/table.parquet")), "plan .* is damaged: table.parquet does not have the hash"),
     Case("damaged token cache", after_a_plan(damaged("runs/cache/tokens/*/input_ids.npy")), "token cache .* is damaged: delete it"),
-    Case("damaged proxy shard", after_a_plan(damaged("runs/cache/proxies/*/shard-00000.safetensors")), "proxy shard .* is damaged: delete .* and run the command again"),
+    Case("damaged proxy shard", after_a_plan(damaged("runs/cache/proxies/*/shard-00000.safetensors")), "proxy shard .* is damaged, it does not have the checksum of shard-00000.json: `rm -f .*shard-00000.safetensors .*shard-00000.json` and the same command"),
+    Case("missing proxy shard", after_a_plan(lost("runs/cache/proxies/*/shard-00000.safetensors")), "proxy shard .*shard-00000.safetensors is missing: `rm -f "),
 ]  # fmt: skip
 
 

@@ -113,7 +113,7 @@ def test_T07_the_prompt_alone_fills_the_window(tmp_path, capsys):
     assert "2 rows excluded: no supervised token left after truncation to 64 (line 1, line 3)" in out
     plan = prepared.plan
     assert len(plan) == 3 and plan.manifest["sizes"] == [3] and plan.manifest["weights"] == [1.0]
-    assert plan.manifest["excluded"] == {"zero proxy": 0} and np.isfinite(plan.distance).all() and np.isfinite(plan.loss).all()
+    assert plan.manifest["excluded"] == {"zero proxy": 0, "near-duplicate": 0} and np.isfinite(plan.distance).all() and np.isfinite(plan.loss).all()
     rows = (INPUTS / "t07_long_prompt.jsonl").read_text().splitlines()
     (tmp_path / "long.jsonl").write_text("\n".join([rows[0], rows[2]]))
     with pytest.raises(ValueError, match="no supervised token left in any of 2 rows after truncation to data.max_length 64"):
