@@ -68,11 +68,12 @@ def wait_until(job, condition) -> None:
         time.sleep(0.0005)
 
 
-def kill_rank_when(job, rank: int, condition) -> None:
-    """kill -9 one rank as soon as `condition()` holds; then the whole job must end by itself, with an error."""
+def kill_rank_when(job, rank: int | None, condition) -> None:
+    """kill -9 one rank (None: all) as soon as `condition()` holds; then the whole job must end by itself, with an error."""
     wait_until(job, condition)
     ranks = rank_processes(job)
-    os.kill(ranks[rank].pid, signal.SIGKILL)
+    for process in ranks if rank is None else [ranks[rank]]:
+        os.kill(process.pid, signal.SIGKILL)
     assert job.wait(TIMEOUT_S) != 0
     gone, alive = psutil.wait_procs(ranks, timeout=30)
     assert not alive, f"processes left behind: {alive}"
