@@ -29,8 +29,9 @@ from cluster_ds.embedded import resolve_data, resolve_model
 from cluster_ds.features import projection_matrix
 from cluster_ds.loss import supervised_positions
 from cluster_ds.models import load_tokenizer
-from cluster_ds.proxy import Room, _run_shard, batch_losses, gradient_proxies, length_batches, padding_share, write_shard
+from cluster_ds.proxy import Room, batch_losses, gradient_proxies, run_shard
 from cluster_ds.records import Source, read_records
+from cluster_ds.shards import length_batches, padding_share, write_shard
 from cluster_ds.templates import get_template
 from cluster_ds.tokens import IGNORE_INDEX, tokenize_sample
 
@@ -138,7 +139,7 @@ def measure(dtype: torch.dtype, folder: Path, ids: torch.Tensor, opening: list[i
     scratch = Path(tempfile.mkdtemp())
 
     def shard() -> object:
-        write_shard(scratch, 0, "key", _run_shard(model, rows, batches, 0, torch.device("cpu"), Room()))
+        write_shard(scratch, 0, "key", run_shard(model, rows, batches, 0, torch.device("cpu"), Room()))
         return scratch
 
     contestants = {"plain": plain, "hidden": hidden, "ours": ours, "shard": shard, "IFD": ifd, "LESS": less}

@@ -20,7 +20,7 @@ import numpy as np
 
 from cluster_ds.features import projection_matrix
 from cluster_ds.planning import make_plan
-from cluster_ds.proxy import length_batches, read_proxies, shard_batches, write_shard
+from cluster_ds.shards import length_batches, read_proxies, shard_batches, write_shard
 
 TOKENS_PER_BATCH = 16_384
 

@@ -17,10 +17,10 @@ import numpy as np
 from cluster_ds.plan import Plan, random_part
 from cluster_ds.planning import make_plan
 from cluster_ds.prepare import cache_dir
-from cluster_ds.proxy import read_proxies
 from cluster_ds.recipe import load_recipe
 from cluster_ds.schedule import Schedule
 from cluster_ds.selection import QUOTAS
+from cluster_ds.shards import read_proxies
 from cluster_ds.tokens import TokenTable
 from cluster_ds.variance import Moments, finite_batch_variance, simulate
 

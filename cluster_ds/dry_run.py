@@ -23,9 +23,10 @@ from .models import load_model, load_tokenizer, model_folder, pad_token_id
 from .plan import Plan, unselected
 from .preflight import NEEDED_BY_PLAN, look
 from .prepare import Prepared, extraction_dtype, prepare_tokens
-from .proxy import Room, gradient_proxies, length_batches, run_batches
+from .proxy import Room, gradient_proxies, run_batches
 from .recipe import Recipe
 from .shapes import DATASET_ROWS, shape_of
+from .shards import length_batches
 from .tokens import TokenTable
 from .training import build_training, run_step
 

@@ -32,10 +32,11 @@ from .models import (
 from .plan import Plan
 from .planning import make_plan
 from .preview import print_preview
-from .proxy import extract, proxy_key, read_proxies
+from .proxy import extract, proxy_key
 from .recipe import Recipe, SourceSection
 from .records import Source, read_records
 from .selection import PlanSettings
+from .shards import read_proxies
 from .templates import get_template
 from .tokens import TokenTable, build_tokens
 

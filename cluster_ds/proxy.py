@@ -5,16 +5,13 @@
 with h_t the hidden state that lm_head reads to predict token t and p_t = exp(-CE_t). Hidden states and a chunked cross
 entropy give everything; no [B, T, V] tensor exists. Source: arXiv 2609.12584, section 4.1.
 
-Batches are a pure function of the lengths and a token budget, made over all rows before ranks take them, so proxies do
-not depend on the number of ranks. They are dealt to shards of equal work, and a rank that is free takes the next shard. A
-shard is one safetensors file that is memory-mapped afterwards, with its checksum in a sidecar that appears last. Shapes: N
-samples, H hidden, P projection, B samples of a batch, T tokens, n supervised positions of a batch.
+A rank that is free takes the next of the shards, which do not depend on the number of ranks (`shards`). Shapes: N samples,
+H hidden, P projection, B samples of a batch, T tokens, n supervised positions of a batch.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,80 +21,22 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from safetensors.numpy import save_file
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from .distributed import Ranks
-from .features import PROJECTION_DIM, Features, num_threads, projection_matrix
-from .files import commit_file, hash_files, read_json, require_space, write_json
+from .features import PROJECTION_DIM, projection_matrix
+from .files import require_space
 from .loss import chunked_cross_entropy, supervised_positions
 from .memory import is_out_of_memory
+from .shards import length_batches, missing_shards, padding_share, shard_batches, shard_bytes, write_shard
 from .tokens import TokenTable, pad_batch
 
 T = TypeVar("T")
 VERSION = 2  # part of the key: raise it when proxies of an unchanged input would change
-_BATCHES_PER_SHARD = 8
-_MOST_PADDING, _LEAST_FILLING = 0.03, 0.25  # of a batch
-_MIN_SHARDS, _MAX_SHARDS = 32, 1024
-_ROW_BYTES = 16  # row number, norm and loss beside the features
-_SHARD_BYTES = 8192  # a header and a sidecar, in whole blocks
-_DTYPES = {"F16": np.float16, "F32": np.float32, "I64": np.int64}  # of the arrays of a shard
 _CHECKED_ROWS = 4
 _PADDING_TOLERANCE = 0.05  # of the largest hidden state; bf16 rounds otherwise in another batch
 _LOGIT_TOLERANCE = 0.01  # of the largest logit; bf16 rounds to 0.004
-
-
-@dataclass(frozen=True)
-class Proxies:
-    """What the forward pass leaves of every sample, in the order of the token table.
-
-    Attributes:
-        features: float16 [N, H], unit vectors, memory-mapped, with their projection [N, P] where H > P.
-        norms: float32 [N], lengths of the proxies before normalisation.
-        losses: float32 [N], mean token loss.
-    """
-
-    features: Features
-    norms: np.ndarray
-    losses: np.ndarray
-
-
-def length_batches(lengths: np.ndarray, tokens_per_batch: int) -> list[np.ndarray]:
-    """Group rows of like length so that rows x longest <= tokens_per_batch; a longer row stands alone.
-
-    A batch ends early where more of it would be padding, though not before it is a quarter full.
-
-    Args:
-        lengths: int64 [N].
-        tokens_per_batch: padded tokens of a batch.
-    Returns:
-        arrays of rows, longest batches first; every row once.
-    """
-    order = np.argsort(-lengths, kind="stable")
-    sorted_lengths = lengths[order]
-    batches, start = [], 0
-    while start < len(order):
-        longest = int(sorted_lengths[start])
-        tokens = sorted_lengths[start : start + max(1, tokens_per_batch // longest)]
-        padded = longest * np.arange(1, len(tokens) + 1)
-        fits = (np.cumsum(tokens) >= (1 - _MOST_PADDING) * padded) | (padded <= tokens_per_batch * _LEAST_FILLING)
-        size = int(fits.cumprod().sum())  # the first row always fits
-        batches.append(order[start : start + size])
-        start += size
-    return batches
-
-
-def padding_share(lengths: np.ndarray, batches: list[np.ndarray]) -> float:
-    """Part of the tokens of all forward passes that is padding."""
-    computed = sum(len(batch) * int(lengths[batch].max()) for batch in batches)
-    return 1.0 - int(lengths.sum()) / computed
-
-
-def shard_batches(batches: list[np.ndarray]) -> list[list[np.ndarray]]:
-    """Deal batches to shards of equal work; their number does not depend on the ranks."""
-    num_shards = min(len(batches), max(_MIN_SHARDS, min(_MAX_SHARDS, -(-len(batches) // _BATCHES_PER_SHARD))))
-    return [batches[s::num_shards] for s in range(num_shards)]
 
 
 def proxy_key(
@@ -178,10 +117,9 @@ def extract(
 
     def unfinished() -> list[int]:
         folder.mkdir(parents=True, exist_ok=True)
-        missing = [s for s in range(len(shards)) if not _sidecar(folder, s).is_file()]
+        missing = missing_shards(folder, len(shards))
         num_rows = sum(len(batch) for s in missing for batch in shards[s])
-        width = hidden_size + (PROJECTION_DIM if hidden_size > PROJECTION_DIM else 0)
-        require_space(folder, num_rows * (2 * width + _ROW_BYTES) + len(missing) * _SHARD_BYTES, "extraction")
+        require_space(folder, shard_bytes(num_rows, len(missing), hidden_size), "extraction")
         return missing
 
     missing = ranks.on_main(unfinished)
@@ -198,7 +136,7 @@ def extract(
             if model is None:
                 model = _loaded(load, tokens, ranks.device)
             shard = missing[number]
-            write_shard(folder, shard, key, _run_shard(model, tokens, shards[shard], pad_id, ranks.device, room))
+            write_shard(folder, shard, key, run_shard(model, tokens, shards[shard], pad_id, ranks.device, room))
             progress.finished(number)
     progress.close()
     del model
@@ -243,59 +181,6 @@ class _Progress:
 
     def close(self) -> None:
         self.bar.close()
-
-
-def read_proxies(folder: Path, tokens: TokenTable, tokens_per_batch: int, key: str) -> Proxies:
-    """Open all shards, verified against their checksums; features stay on disk.
-
-    Raises:
-        ValueError: naming the shard that is missing, damaged or of other inputs, with the command that mends it.
-    """
-    shards = shard_batches(length_batches(tokens.num_tokens, tokens_per_batch))
-
-    def opened(shard: int) -> dict[str, np.ndarray]:
-        path, sidecar = _shard(folder, shard), _sidecar(folder, shard)
-        remedy = f"`rm -f {path} {sidecar}` and the same command again make it anew, the other shards are kept"
-        if not sidecar.is_file() or not path.is_file():
-            raise ValueError(f"proxy shard {path} is missing: {remedy}")
-        try:
-            facts = read_json(sidecar)
-            damaged = hash_files([path]) != facts["hash"]
-        except (ValueError, KeyError, TypeError):
-            damaged, facts = True, {}
-        if damaged:
-            raise ValueError(f"proxy shard {path} is damaged, it does not have the checksum of {sidecar.name}: {remedy}")
-        if facts.get("key") != key:
-            raise ValueError(
-                f"proxy shard {path} is of another model, other data or settings (its key is {facts.get('key')}, this run's "
-                f"{key}): {remedy}"
-            )
-        arrays = _map_arrays(path)
-        if not np.array_equal(arrays["rows"], np.concatenate(shards[shard])):
-            raise ValueError(f"proxy shard {path} holds other samples than this run's shard {shard}: {remedy}")
-        return arrays
-
-    with ThreadPoolExecutor(num_threads()) as pool:
-        parts = list(pool.map(opened, range(len(shards))))
-    rows = np.concatenate([part["rows"] for part in parts])
-    back = np.argsort(rows)
-    norms, losses = (np.concatenate([part[name] for part in parts])[back] for name in ("norms", "losses"))
-    projection = [part["projection"] for part in parts if "projection" in part]
-    return Proxies(Features([part["features"] for part in parts], rows, projection), norms, losses)
-
-
-def _map_arrays(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a safetensors file, memory-mapped; torch's map holds no descriptor, so that any number may be open."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    content = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8).numpy()
-    arrays = {}
-    for name, spec in header.items():
-        if name != "__metadata__":
-            begin, end = (8 + size + offset for offset in spec["data_offsets"])
-            arrays[name] = content[begin:end].view(_DTYPES[spec["dtype"]]).reshape(spec["shape"])
-    return arrays
 
 
 @dataclass
@@ -414,10 +299,14 @@ def _summed(samples: torch.Tensor, _: torch.Tensor, losses: torch.Tensor, num_sa
     return torch.zeros(num_samples, dtype=torch.float64).index_add(0, samples.cpu(), losses.double().cpu())
 
 
-def _run_shard(
+def run_shard(
     model: PreTrainedModel, tokens: TokenTable, batches: list[np.ndarray], pad_id: int, device: torch.device, room: Room
 ) -> dict[str, np.ndarray]:
-    """The arrays of a shard; they stay on the device until its last batch is under way."""
+    """The arrays of a shard, see `shards.write_shard`; they stay on the device until its last batch is under way.
+
+    Raises:
+        ValueError: if proxies are not finite, naming sample ids.
+    """
     all_rows: list[np.ndarray] = []
     parts: dict[str, list[torch.Tensor]] = {"features": [], "norms": [], "losses": []}
     for rows, (features, norms, mean_losses) in run_batches(model, tokens, batches, pad_id, device, room, gradient_proxies):
@@ -436,22 +325,6 @@ def _run_shard(
         bad = [tokens.ids[row] for row in arrays["rows"][~finite]]
         raise ValueError(f"the model gives NaN or infinity on samples {', '.join(bad[:10])}: check its weights, dtype")
     return arrays
-
-
-def write_shard(folder: Path, shard: int, key: str, arrays: dict[str, np.ndarray]) -> None:
-    """The sidecar appears last, so a shard without one does not exist."""
-    path = _shard(folder, shard)
-    with commit_file(path) as part:
-        save_file(arrays, part)
-    write_json(_sidecar(folder, shard), {"hash": hash_files([path]), "rows": len(arrays["rows"]), "key": key})
-
-
-def _shard(folder: Path, shard: int) -> Path:
-    return folder / f"shard-{shard:05d}.safetensors"
-
-
-def _sidecar(folder: Path, shard: int) -> Path:
-    return folder / f"shard-{shard:05d}.json"
 
 
 class _threads:

@@ -7,7 +7,8 @@ from sklearn.metrics import adjusted_rand_score
 
 from cluster_ds.distributed import Ranks
 from cluster_ds.planning import make_plan
-from cluster_ds.proxy import extract, read_proxies
+from cluster_ds.proxy import extract
+from cluster_ds.shards import read_proxies
 
 from .conftest import in_order, random_samples, tiny_llama
 from .test_proxy import SETTINGS, Table

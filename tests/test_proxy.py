@@ -9,16 +9,8 @@ import torch
 from cluster_ds.distributed import Ranks
 from cluster_ds.features import projection_matrix
 from cluster_ds.files import hash_files
-from cluster_ds.proxy import (
-    Room,
-    extract,
-    gradient_proxies,
-    length_batches,
-    padding_share,
-    read_proxies,
-    run_batches,
-    shard_batches,
-)
+from cluster_ds.proxy import Room, extract, gradient_proxies, run_batches
+from cluster_ds.shards import length_batches, padding_share, read_proxies, shard_batches
 
 from .conftest import in_order, random_samples, tiny_llama
 
