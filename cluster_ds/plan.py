@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from .files import MANIFEST, commit_folder, hash_files, read_json
 from .selection import draw
 
-FORMAT = 3
+FORMAT = 4
 TABLE = "table.parquet"
 COLUMNS = {
     "sample_id": pa.string(),
@@ -165,7 +165,7 @@ class Plan:
         lines = [
             f"{counted} samples in {len(sizes)} clusters, sizes {sizes.tolist()}{at_cap}; "
             f"certified gap {max(m['gap'], 0.0):.1e}",
-            f"kept {kept} ({kept / counted:.1%}), {counts_text(counts)}, "
+            f"kept {kept} ({kept / len(self):.1%}), {counts_text(counts)}, "
             f"{tokens[self.kept].sum() / tokens.sum():.1%} of the supervised tokens{again}",
             f"weights {np.round(weights, 3).tolist()}, effective sample size {m['effective_sample_size']:.3f}",
         ]
@@ -204,10 +204,10 @@ class Plan:
                 f"{d['min_cosine']:g} or more, of {d['num_groups']} others): {what}"
             )
         if m.get("extreme_rows"):
-            first = ", ".join(f"{row['id']} ({row['times_median']:.2f})" for row in m["extreme_rows"][:3])
+            first = ", ".join(f"{row['id']} ({row['times_spread']:.2f})" for row in m["extreme_rows"][:3])
             lines.append(
                 f"the {len(m['extreme_rows'])} most extreme rows stand in {MANIFEST}; by distance over their cluster's "
-                f"median: {first}, ..."
+                f"root mean square: {first}, ..."
             )
         for kind, count in m["excluded"].items():
             if count:

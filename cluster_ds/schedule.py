@@ -21,7 +21,9 @@ class GlobalBatch:
 
     Attributes:
         rows: int64 [B_s], rows of the plan.
-        weights: float64 [B_s], plan weights corrected for the strata's counts in this batch.
+        weights: float64 [B_s], plan weights; those of a stratum that is in every batch of the epoch times
+            B_s n_c / (M b_c), so that it counts the same in each. Others would lose what they lack in the batches without
+            them. Over an epoch every stratum's weights sum to n_c times the plan's.
         denominator: D of this step under the schedule's normalization.
     """
 
@@ -32,6 +34,9 @@ class GlobalBatch:
 
 def epoch_order(strata: np.ndarray, seed: int, epoch: int) -> np.ndarray:
     """One epoch's order of M samples, every stratum spread evenly.
+
+    In a batch of B its count lies within 1.5 + K n_c / M of B n_c / M, for K strata: its own keys are off by half a place,
+    and those of all K together move a batch's borders by K / 2 places.
 
     The j-th sample of a stratum of n_c, shuffled by (seed, epoch, stratum), gets the key (j + .5) / n_c; one sort by
     (key, stratum). One stratum gives a plain shuffle, equal ones round robin, unequal ones proportional shares.
@@ -86,7 +91,7 @@ class Schedule:
             )
         self.steps_per_epoch = -(-len(self.rows) // global_batch_size)
         self.filler = int(self.rows[plan.num_tokens[self.rows].argmin()])
-        self._epoch, self._ordered, self._strata = -1, self.rows, self.rows
+        self._epoch, self._ordered, self._strata, self._everywhere = -1, self.rows, self.rows, self.rows
 
     @property
     def num_steps(self) -> int:
@@ -101,13 +106,16 @@ class Schedule:
             strata = np.searchsorted(self._names, self.plan.stratum[rows])
             order = epoch_order(strata, self.seed, epoch)
             self._epoch, self._ordered, self._strata = epoch, rows[order], strata[order]
+            places = np.arange(len(rows)) // self.global_batch_size * len(self._names) + self._strata
+            occurs = np.bincount(places, minlength=self.steps_per_epoch * len(self._names)) > 0
+            self._everywhere = np.logical_and.reduce(occurs.reshape(self.steps_per_epoch, -1))
         size = self.global_batch_size
         chosen = slice(step_in_epoch * size, (step_in_epoch + 1) * size)
         rows, strata = self._ordered[chosen], self._strata[chosen]
         in_batch = np.bincount(strata, minlength=len(self._counts))
         weights = self.plan.weight[rows].copy()
-        if in_batch.all():  # else the plan weights alone, right on average over the epoch
-            weights *= len(rows) * self._counts[strata] / (len(self.rows) * in_batch[strata])
+        corrected = len(rows) * self._counts[strata] / (len(self.rows) * in_batch[strata])
+        weights *= np.where(self._everywhere[strata], corrected, 1.0)
         tokens = self.plan.num_supervised_tokens[rows]
         denominator = float(len(rows)) if self.normalization == "sample_mean" else float(weights @ tokens)
         return GlobalBatch(rows, weights, denominator)

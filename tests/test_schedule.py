@@ -49,7 +49,7 @@ def test_epochs_are_complete_weighted_and_evenly_cut(counts, micro, world, accum
     schedule = Schedule(plan, global_batch_size=size, epochs=2, seed=seed, normalization=normalization)
     total = len(clusters)
     for epoch in (0, 1):
-        seen = []
+        seen, masses, occurs, shares_of = [], [], [], []
         for step in range(epoch * schedule.steps_per_epoch, (epoch + 1) * schedule.steps_per_epoch):
             batch, ranks = shares(schedule, step, world, micro, allocation)
             rows = np.concatenate([r.rows[~r.is_filler] for r in ranks])
@@ -62,16 +62,20 @@ def test_epochs_are_complete_weighted_and_evenly_cut(counts, micro, world, accum
             assert (plan.num_tokens[fillers] == plan.num_tokens.min()).all()
             in_batch = np.bincount(clusters[rows], minlength=len(counts))
             expected = np.array(counts) * len(rows) / total
-            # Keys of a stratum are off by half a place; those of all K together move a batch's borders by K / 2 places.
             assert (np.abs(in_batch - expected) < 1.5 + len(counts) * np.array(counts) / sum(counts)).all()
-            if in_batch.all():  # each stratum's corrected mass is its share of the epoch
-                mass = np.bincount(clusters[rows], weights=weights / plan.weight[rows], minlength=len(counts))
-                np.testing.assert_allclose(mass, expected)
+            mass = np.bincount(clusters[rows], weights=weights / plan.weight[rows], minlength=len(counts))
+            masses.append(mass)
+            occurs.append(in_batch > 0)
+            shares_of.append((expected, in_batch))
             tokens = plan.num_supervised_tokens[rows]
             denominator = len(rows) if normalization == "sample_mean" else (weights * tokens).sum()
             assert batch.denominator == pytest.approx(denominator)
             seen.append(rows)
         assert sorted(np.concatenate(seen)) == list(range(total))
+        everywhere = np.all(occurs, axis=0)  # a stratum counts alike in all batches, if it is in all
+        for mass, (expected, in_batch) in zip(masses, shares_of, strict=True):
+            np.testing.assert_allclose(mass, np.where(everywhere, expected, in_batch))
+        np.testing.assert_allclose(np.sum(masses, axis=0), counts)  # over the epoch each has the plan's weight
     assert schedule.num_steps == 2 * -(-total // size)
 
 
@@ -130,14 +134,17 @@ def test_token_allocation_finishes_together():
     assert skew("cluster") > 1.6 and skew("tokens") < 1.02
 
 
-def test_a_stratum_missing_from_a_batch_leaves_the_plan_weights():
-    plan = hand_plan(np.repeat([0, 1], [30, 3]), weights=np.repeat([1.5, 0.5], [30, 3]))
-    schedule = Schedule(plan, global_batch_size=4)
-    missing = [s for s in range(schedule.num_steps) if len(set(plan.cluster[schedule.batch(s).rows])) == 1]
-    assert missing
-    for step in missing:
-        batch = schedule.batch(step)
-        assert (batch.weights == plan.weight[batch.rows]).all()
+def test_a_rare_stratum_keeps_its_share_of_the_epoch():
+    """5 of 100 samples stand for half of the data: in batches of 10 they are in every other one."""
+    weights = np.repeat([50 / 95, 50 / 5], [95, 5])
+    plan = hand_plan(np.repeat([0, 1], [95, 5]), weights=weights)
+    schedule = Schedule(plan, global_batch_size=10)
+    batches = [schedule.batch(step) for step in range(10)]
+    rare = [batch.weights[plan.cluster[batch.rows] == 1] for batch in batches]
+    assert sorted(len(r) for r in rare) == [0] * 5 + [1] * 5 and all((r == 10).all() for r in rare)
+    common = [batch.weights[plan.cluster[batch.rows] == 0].sum() for batch in batches]
+    np.testing.assert_allclose(common, 5)  # alike in every batch, whether it holds nine or ten
+    assert sum(r.sum() for r in rare) == pytest.approx(sum(common)) == pytest.approx(50)
 
 
 def test_dropped_samples_are_never_drawn():

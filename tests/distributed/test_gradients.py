@@ -159,18 +159,20 @@ def reference(case, weights_at=None):
     optimizer = make_optimizer(case, model.parameters())
     schedule = Schedule(plan, global_batch_size=case.global_batch_size, seed=1)
     kept_per_cluster = np.bincount(plan.cluster[plan.kept])
+    batches = [schedule.batch(step).rows for step in range(schedule.num_steps)]
+    everywhere = set.intersection(*(set(plan.cluster[rows]) for rows in batches))
     steps = []
     for step in range(schedule.num_steps):
         if weights_at is not None:
             model.load_state_dict(weights_at[step])
-        rows = schedule.batch(step).rows
+        rows = batches[step]
         in_batch = np.bincount(plan.cluster[rows], minlength=case.num_clusters)
         losses, weights, counts = [], [], []
         for row in rows:
             ids, labels = (torch.tensor(samples[row][k])[None] for k in ("input_ids", "labels"))
             ce = F.cross_entropy(model(input_ids=ids).logits[0, :-1], labels[0, 1:], ignore_index=-100, reduction="sum")
             c = plan.cluster[row]
-            correction = len(rows) * kept_per_cluster[c] / (plan.kept.sum() * in_batch[c]) if in_batch.all() else 1.0
+            correction = len(rows) * kept_per_cluster[c] / (plan.kept.sum() * in_batch[c]) if c in everywhere else 1.0
             count = int((labels[0, 1:] != -100).sum())
             losses.append(ce / count if case.normalization == "sample_mean" else ce)
             weights.append(plan.weight[row] * correction)
