@@ -1,11 +1,12 @@
 """Stage 4b: near-duplicates, pairs of one cluster whose proxies' cosine is above a bound, at a cost linear in N. Ours.
 
 Trees split every cluster at the median of a random direction until leaves hold at most 1,024 points; inside a leaf all
-pairs are compared in the random projection, and every point's four nearest earlier ones (by id) within the bound are
-checked with the full vectors. A cluster that fits one leaf needs one tree; in larger ones each of three trees has its
-chance to bring a pair into one leaf (measured recall: tests/test_duplicates.py). Points are then taken in the order of their
-ids: one that has an earlier, not repeated one within the bound repeats it. So what is left out always has something near
-that stays, and chains of near points do not vanish. Shapes: N points, P projection, m points of a leaf.
+pairs are compared in the random projection. For every point its two nearest earlier ones (by id) within the bound, and the
+four nearest of those that stay as far as the leaf can tell, are checked with the full vectors. A cluster that fits one leaf
+needs one tree; in larger ones each of three trees has its chance to bring a pair into one leaf (measured recall:
+tests/test_duplicates.py). Points are then taken in the order of their ids: one that has an earlier, not repeated one among
+its links repeats it. So what is left out always has something near that stays, and chains of near points do not vanish.
+Shapes: N points, P projection, m points of a leaf.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .features import PROJECTION_DIM, Points, num_threads, one_thread_a_block
 
 _LEAF = 1024
 _TREES = 3
-_LINKS = 4  # of a point in a tree
+_EARLIER, _STAYING = 2, 4  # links of a point in a tree
 _SLACK = 1.35  # on a squared distance in the projection, whose relative error is about sqrt(2 / P) = .09
 _ROUNDING = 1e-9  # of a cosine
 _CHECKED = 1024  # pairs whose full vectors are read at a time
@@ -65,8 +66,7 @@ def near_duplicates(points: Points, labels: np.ndarray, by_id: np.ndarray, min_c
     """
     with one_thread_a_block():
         near = points.projected() if points.dim > PROJECTION_DIM else points
-        exact = near is points
-        threshold = (2.0 - 2.0 * min_cosine) * (1.0 if exact else _SLACK) + 1e-6
+        bound, slack = 2.0 - 2.0 * min_cosine, 1.0 if near is points else _SLACK
         ranks = np.empty(len(points), dtype=np.int64)
         ranks[by_id] = np.arange(len(points))
 
@@ -80,7 +80,7 @@ def near_duplicates(points: Points, labels: np.ndarray, by_id: np.ndarray, min_c
                 vectors = vectors[distinct]
                 rng = np.random.default_rng((seed, 4, c))
                 for _ in range(_TREES if len(distinct) > _LEAF else 1):
-                    for close in pool.map(lambda leaf, v=vectors: _near_earlier(v, leaf, threshold), _leaves(vectors, rng)):
+                    for close in pool.map(lambda leaf, v=vectors: _links(v, leaf, bound, slack), _leaves(vectors, rng)):
                         found.append(members[distinct[close]])
         pairs = np.unique(np.concatenate([np.empty((0, 2), dtype=np.int64), *found]), axis=0)
         cosines = _cosines(points, pairs)
@@ -123,21 +123,28 @@ def _leaves(vectors: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
     return leaves
 
 
-def _near_earlier(vectors: np.ndarray, rows: np.ndarray, threshold: float) -> np.ndarray:
-    """int64 [p, 2], each row of a leaf behind its nearest earlier ones within a squared distance."""
+def _links(vectors: np.ndarray, rows: np.ndarray, bound: float, slack: float) -> np.ndarray:
+    """int64 [p, 2], each row of a leaf behind earlier ones that it may repeat.
+
+    Args:
+        vectors: of all rows.
+        rows: of the leaf, in the order of their ids.
+        bound: on the squared distance of a pair.
+        slack: factor of what is linked, since distances in the projection are not exact.
+    """
     x = vectors[rows]
     squares = (x**2).sum(axis=1)
     distances = squares[:, None] + squares[None] - 2.0 * (x @ x.T)
     distances[np.triu_indices(len(rows))] = np.inf
-    later = np.flatnonzero(distances.min(axis=1) <= threshold)
-    distances, found = distances[later], []
-    for _ in range(_LINKS):
-        nearest = distances.argmin(axis=1)
-        at = np.arange(len(later))
-        close = distances[at, nearest] <= threshold
-        found.append(np.stack([rows[nearest[close]], rows[later[close]]], axis=1))
-        distances[at, nearest] = np.inf
-    return np.concatenate(found)
+    stays, found = np.ones(len(rows), dtype=bool), []
+    for row in np.flatnonzero(distances.min(axis=1) <= slack * bound + 1e-6):
+        mine = distances[row]
+        staying = np.where(stays, mine, np.inf)
+        for candidates, most in ((mine, _EARLIER), (staying, _STAYING)):
+            nearest = np.argpartition(candidates, min(most, len(rows) - 1))[:most]
+            found += [(near, row) for near in nearest if candidates[near] <= slack * bound + 1e-6]
+        stays[row] = staying.min() > bound + 1e-6
+    return rows[np.array(found, dtype=np.int64).reshape(-1, 2)]
 
 
 def _cosines(points: Points, pairs: np.ndarray) -> np.ndarray:

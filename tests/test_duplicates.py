@@ -24,20 +24,26 @@ def with_copies(n, copies, dim, cosine, seed=0):
 
 @pytest.mark.parametrize("dim", [64, 700])  # compared as they are, and in the projection
 def test_a_cluster_that_fits_a_leaf_is_compared_completely(dim):
-    x = np.concatenate([with_copies(300, 40, dim, 0.995), with_copies(200, 10, dim, 0.97, seed=1)])
-    labels = np.repeat([0, 1], [300, 200])
-    names = np.random.default_rng(2).permutation(500)  # any order of ids
+    rng = np.random.default_rng(2)
+    rows_like_a_template = unit(rng.normal(size=dim) + 0.1005 * rng.normal(size=(100, dim)))  # cosines about .99
+    x = np.concatenate([with_copies(300, 40, dim, 0.995), with_copies(200, 10, dim, 0.97, seed=1), rows_like_a_template])
+    labels = np.repeat([0, 1, 0], [300, 200, 100])
+    names = rng.permutation(600)  # any order of ids
     by_id = np.argsort(names)
-    found = near_duplicates(Points(as_features(x), np.arange(500)), labels, by_id, 0.99)
+    found = near_duplicates(Points(as_features(x), np.arange(600)), labels, by_id, 0.99)
     cosines = x @ x.T
     same = (cosines >= 0.99) & (labels[:, None] == labels)
-    expected = np.arange(500)
+    expected = np.arange(600)
     for i in by_id:  # greedy, by id
         earlier = [j for j in np.flatnonzero(same[i]) if names[j] < names[i] and expected[j] == j]
         if earlier:
             expected[i] = max(earlier, key=lambda j: cosines[i, j])
-    np.testing.assert_array_equal(found.first, expected)
-    assert found.repeated.sum() == 40 and found.num_groups == 40
+    if dim == 64:
+        np.testing.assert_array_equal(found.first, expected)
+    np.testing.assert_array_equal(found.repeated[:500], expected[:500] != np.arange(500))
+    assert found.repeated[:500].sum() == 40
+    left, least = (~found.repeated[500:]).sum(), (expected[500:] == np.arange(500, 600)).sum()
+    assert 2 <= least <= left <= (1 if dim == 64 else 2) * least  # in the projection the leaf only guesses which ones stay
     assert (names[found.pairs[:, 0]] < names[found.pairs[:, 1]]).all()
     np.testing.assert_allclose(found.cosines, cosines[found.pairs[:, 0], found.pairs[:, 1]], rtol=1e-9)
 
@@ -79,4 +85,4 @@ def test_a_chain_of_near_points_does_not_vanish():
     kept = np.flatnonzero(~found.repeated)
     near = (x * x[found.first]).sum(axis=1)
     assert (near >= 0.99 - 1e-9).all() and not found.repeated[found.first].any()
-    assert np.degrees(np.diff(angles[kept])).max() < 2 * np.degrees(np.arccos(0.99)) and 11 <= len(kept) <= 110
+    assert np.degrees(np.diff(angles[kept])).max() < 2 * np.degrees(np.arccos(0.99)) and 11 <= len(kept) <= 13
