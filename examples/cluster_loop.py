@@ -51,3 +51,4 @@ def main():
 
 if __name__ == "__main__":
     main()
+    torch.distributed.destroy_process_group()  # its threads must not outlive Python

@@ -80,3 +80,4 @@ def main():
 
 if __name__ == "__main__":
     main()
+    torch.distributed.destroy_process_group()  # its threads must not outlive Python
