@@ -41,7 +41,7 @@ def drawn(plan: Plan, labels: np.ndarray, gradients: np.ndarray, size: int, num_
     schedule = Schedule(plan, global_batch_size=size, epochs=epochs)
     batches = [schedule.batch(e * schedule.steps_per_epoch + s) for e in range(epochs) for s in range(steps_per_epoch)]
     in_batch = [np.bincount(labels[b.rows], minlength=len(moments.sizes)) for b in batches]
-    whole = [i for i, counts in enumerate(in_batch) if counts.all()]  # others have the plan's weights, right on average
+    whole = [i for i, counts in enumerate(in_batch) if counts.all()]
     predicted = [finite_batch_variance(moments, in_batch[i]) for i in whole]
     mean, error = simulate(gradients, [(batches[i].rows, batches[i].weights) for i in whole])
     return {"predicted": float(np.mean(predicted)), "measured": mean, "standard_error": error, "batches": len(whole),
@@ -73,7 +73,9 @@ def main() -> None:
     if settings["trim"] or settings["dedup"] or (plan.cluster < 0).any():
         sys.exit(f"{args.run} trims, leaves near-duplicates out, or has zero proxies: use a plan of all samples")
     size = recipe.train.global_batch_size
-    redrawn = {"choice": "random", "weighting": "cluster", "redraw": "epoch"}
+    redrawn = {"choice": "random", "weighting": "cluster", "redraw": "epoch", "balance": "whole"}
+    if plan.manifest["variance"]["equal"] is None:
+        sys.exit(f"{args.run} keeps more than equal parts of its clusters can be: the quotas cannot be set side by side")
     arms = {quota: planned(quota=quota, **redrawn) for quota in QUOTAS}
     labels = arms["equal"].cluster.astype(np.int64)
     one = np.zeros(len(labels), dtype=np.int64)

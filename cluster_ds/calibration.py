@@ -10,11 +10,13 @@ w_i = max(0, 1 + b_c + C_i (v + v_c)), where b, v and v_c, (K + 1) H + K numbers
 L-BFGS): the weights themselves are never unknowns, and the proxies are read block by block where they are many. A small
 ridge leaves little bias, but weights that differ more: it is made as small as a bound on the effective sample size allows.
 In survey sampling this is calibration with a truncated linear distance (Deville and Saerndal 1992). Shapes: M kept samples,
-m_c of cluster c, K clusters, H features.
+m_c of cluster c, K clusters, H features. C_i is divided by the root of its mean square, so that the ridge means the same in
+any unit.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +77,18 @@ def calibrate(
         else:
             low = middle
         middle = (low + high) / 2
+    if not np.isfinite(best.ridge):
+        warnings.warn(
+            f"no calibrated weights have an effective sample size of {min_effective} or more, so none are used: lower "
+            "selection.min_effective",
+            stacklevel=2,
+        )
     return best
+
+
+def bytes_needed(num_points: int, dim: int, num_clusters: int) -> int:
+    """Memory that the calibration of at most so many samples takes: what is held of them, and L-BFGS's vectors."""
+    return 8 * min(num_points * dim, _HELD) + 25 * 8 * ((num_clusters + 1) * dim + num_clusters)
 
 
 class _Problem:
@@ -89,8 +102,20 @@ class _Problem:
         self.amounts = (shares / np.bincount(labels, minlength=self.k))[labels]
         self.num_unknowns = self.k + (self.k + 1) * self.dim
         self.held: torch.Tensor | None = None
+        self.scale = 1.0
+        squares = sum(float(part) for _, part in self.points.map_blocks(self._square_of_centred))
+        self.scale = 1.0 / max(float(np.sqrt(squares / len(points))), 1e-300)
         if len(points) * self.dim <= _HELD:
-            self.held = points.take(slice(0, len(points))) - self.means[self.of_row]
+            self.held = torch.empty(len(points), self.dim, dtype=points.dtype, device=points.device)
+            for span, block in self.points.map_blocks(lambda span, x, spare: self._centred(span, x, spare).clone()):
+                self.held[span] = block
+
+    def _centred(self, span: slice, block: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
+        """C_i of a block, in its place."""
+        return block.sub_(torch.index_select(self.means, 0, self.of_row[span], out=spare)).mul_(self.scale)
+
+    def _square_of_centred(self, span: slice, block: torch.Tensor, spare: torch.Tensor) -> float:
+        return float(torch.linalg.vector_norm(self._centred(span, block, spare), dtype=torch.float64)) ** 2
 
     def solve(self, ridge: float, start: np.ndarray) -> tuple[Calibration, np.ndarray]:
         """The weights of one ridge, and the unknowns to start the next from."""
@@ -144,7 +169,7 @@ class _Problem:
                 return
 
             def centre(span: slice, block: torch.Tensor, spare: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-                return work(span, block.sub_(torch.index_select(self.means, 0, self.of_row[span], out=spare)))
+                return work(span, self._centred(span, block, spare))
 
             yield from self.points.map_blocks(centre)
 

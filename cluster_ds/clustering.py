@@ -31,7 +31,7 @@ _TOLERANCE = 1e-7  # relative decrease of the cost
 _PROJECTED_TOLERANCE = 1e-5  # of what is polished afterwards
 _GUESSED_ITERATIONS, _GUESSED_FULL_PASSES = 20, 12  # of the estimate of the time
 _FEW_MOVED = 0.3  # of the points
-_SUM_SETS = 5  # of `variance.cluster_sums`
+_SUM_SETS = 4  # of `variance.cluster_sums`
 _COST_ARRAYS = 5  # [N, K] float64 at once: distances, the adjusted ones, a band, its softmax, a transpose
 
 
@@ -161,16 +161,22 @@ def memory_needed(num_points: int, dim: int, num_clusters: int, largest: int, pr
     return projection + max(sample, duplicates) + blocks + arrays + 8 * (_SUM_SETS + 2) * num_clusters * dim
 
 
-def require_memory(num_points: int, dim: int, num_clusters: int, alpha: float, projection_stored: bool) -> int:
+def require_memory(
+    num_points: int, dim: int, num_clusters: int, alpha: float, projection_stored: bool, besides: int = 0
+) -> int:
     """Refuse a selection that this machine has no memory for.
 
+    Args:
+        num_points, dim, num_clusters, alpha: N, H, K and the greatest size of a cluster in parts of N / K.
+        projection_stored: whether the projection need not be made.
+        besides: bytes that later stages take.
     Returns:
         the bytes that are needed.
     Raises:
         ValueError: with both numbers.
     """
     largest = min(num_points, int(alpha * num_points / num_clusters) + 1)
-    needed = memory_needed(num_points, dim, num_clusters, largest, projection_stored)
+    needed = memory_needed(num_points, dim, num_clusters, largest, projection_stored) + besides
     free = available_memory()
     if needed > free:
         raise ValueError(
@@ -204,7 +210,7 @@ def _fit(
     if points.dim <= PROJECTION_DIM:
         return _search(points, by_id, k, bounds, free, seed, num_restarts, _TOLERANCE)
     found = _search(points.projected(), by_id, k, bounds, free, seed, num_restarts, _PROJECTED_TOLERANCE)
-    for limits in (free, bounds) if _within(found[1], bounds) else (bounds,):
+    for limits in (bounds,) if found[2].num_moved else (free, bounds):  # bounds that bind would be broken again
         start = _means(points, found[1], k)
         polished = lloyd(points, start, limits[0], limits[1], _PROJECTED_TOLERANCE, _FULL_PASSES)
         if _within(polished[1], bounds):

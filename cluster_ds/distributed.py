@@ -110,7 +110,7 @@ class Ranks:
         key = self._next_key("shares")  # now, and not when the first number is asked for
 
         def taken() -> Iterator[int]:
-            while (item := self._store.add(key, 1) - 1) < number:
+            while (item := self._at_store(lambda: self._store.add(key, 1)) - 1) < number:
                 yield item
 
         return iter(range(number)) if self.world_size == 1 else taken()
@@ -120,12 +120,17 @@ class Ranks:
         return f"cluster_ds/{kind}/{self._calls}"
 
     def _wait(self, key: str) -> bytes:
+        while not self._at_store(lambda: self._store.check([key])):
+            time.sleep(_POLL_S)
+        return self._at_store(lambda: self._store.get(key))
+
+    def _at_store(self, work: Callable[[], T]) -> T:
+        """What `work` finds in the store, unless a rank has failed."""
         try:
-            while not self._store.check([key]):
-                if self._store.check([_FAILED]):
-                    raise PeerError(self._store.get(_FAILED).decode())
-                time.sleep(_POLL_S)
-            return self._store.get(key)
+            found = work()
+            if self._store.check([_FAILED]):
+                raise PeerError(self._store.get(_FAILED).decode())
+            return found
         except dist.DistNetworkError:
             raise PeerError("rank 0, which hosts the store, has left") from None
 

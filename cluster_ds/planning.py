@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .calibration import calibrate
+from .calibration import bytes_needed, calibrate
 from .clustering import Clusters, cluster, require_finite, require_memory, seconds_needed
 from .duplicates import Duplicates, near_duplicates
 from .features import Features, Points, as_features, one_thread_a_block
@@ -41,7 +41,8 @@ def make_plan(
         lengths: tokens of each sample.
         num_supervised_tokens: labels that the model is asked to predict in each sample; lengths - 1 by default.
         losses: float [N], mean token loss of each sample before training, kept in the plan.
-        norms: float [N], lengths of the proxies before normalisation, for features that are unit vectors already.
+        norms: float [N], lengths of the proxies before normalisation, for features that are unit vectors already; only with
+            normalize.
         sources: N names of a mixture's sources, kept in the plan and counted per cluster.
         provenance: hashes that `Plan.differences` compares later.
         device: where blocks of features are computed; the CPU by default.
@@ -55,17 +56,23 @@ def make_plan(
     store = as_features(features)
     lengths = np.asarray(lengths, dtype=np.int64)
     supervised = np.asarray(lengths - 1 if num_supervised_tokens is None else num_supervised_tokens, dtype=np.int64)
-    by_id = _require_rows(store, ids, lengths, supervised, losses, sources)
+    by_id = _require_rows(store, ids, lengths, supervised, {"losses": losses, "sources": sources, "norms": norms})
+    if norms is not None:
+        norms = np.asarray(norms, dtype=np.float64)
+        if not wanted.normalize or not (np.isfinite(norms) & (norms >= 0)).all():
+            raise ValueError("norms must be finite and not negative, and go with normalize=True, which divides by them")
     rank = np.empty(len(ids), dtype=np.int64)
     rank[by_id] = np.arange(len(ids))
     # An array is summed in the order of its ids, so that its own order does not matter; shards as they lie on disk.
     rows, unit, magnitudes = _usable(store, ids, None if isinstance(features, Features) else by_id, device)
     points = unit if wanted.normalize else replace(unit, scale=None)
-    if norms is not None and wanted.normalize:
-        magnitudes = np.asarray(norms, dtype=np.float64)[rows]
+    if norms is not None:
+        magnitudes = norms[rows]
 
     say = report or (lambda line: None)
-    needed = require_memory(len(points), points.dim, wanted.num_clusters, wanted.alpha, bool(store.projection))
+    calibrated = wanted.weighting == "calibrated"
+    besides = bytes_needed(len(points), points.dim, wanted.num_clusters) if calibrated else 0
+    needed = require_memory(len(points), points.dim, wanted.num_clusters, wanted.alpha, bool(store.projection), besides)
     seconds = seconds_needed(points, wanted.num_clusters, wanted.num_restarts) if report else 0.0
     say(
         f"clustering {len(points)} x {points.dim} into {wanted.num_clusters}: about {seconds:.0f} s and at most "
@@ -76,7 +83,7 @@ def make_plan(
         num_restarts=wanted.num_restarts, ids=rank[rows],
     )
     with one_thread_a_block():
-        statistics, selection, duplicates = _select(points, unit, clusters, magnitudes, rank[rows], wanted, say)
+        statistics, selection, duplicates = _select(points, unit, clusters, magnitudes, rank[rows], len(ids), wanted, say)
 
     def column(values: np.ndarray, fill: Any, dtype: Any) -> np.ndarray:
         out = np.full(len(ids), fill, dtype=dtype)
@@ -131,8 +138,8 @@ def _usable(
 
 
 def _select(
-    points: Points, unit: Points, clusters: Clusters, magnitudes: np.ndarray, ranks: np.ndarray, wanted: PlanSettings,
-    say: Callable[[str], None],
+    points: Points, unit: Points, clusters: Clusters, magnitudes: np.ndarray, ranks: np.ndarray, num_samples: int,
+    wanted: PlanSettings, say: Callable[[str], None],
 ) -> tuple[dict[str, Any], Selection, Duplicates]:
     """The selection and what the manifest says of it; everything in the order of `points`."""
     labels, k = clusters.labels, len(clusters.centroids)
@@ -148,7 +155,8 @@ def _select(
         Moments.of(total, np.bincount(labels[rows], minlength=k), np.bincount(labels, rows * squares, k))
         for total, rows in ((sums[1], counted), (sums[2], in_pool))
     )
-    selection = select(labels, clusters.distances, ranks, wanted, spreads=np.sqrt(pool.variances), dropped=~counted)
+    selection = select(labels, clusters.distances, ranks, wanted, spreads=np.sqrt(pool.variances), dropped=~counted,
+                       num_samples=num_samples)
     bias = selection_bias(points, labels, selection.kept, selection.weights, counted, factors, squares)
     statistics: dict[str, Any] = {}
     if wanted.weighting == "calibrated":
@@ -192,14 +200,15 @@ def _calibrated(
 
 
 def _require_rows(
-    store: Features, ids: Sequence[str], lengths: np.ndarray, supervised: np.ndarray, losses: np.ndarray | None,
-    sources: Sequence[str] | None,
+    store: Features, ids: Sequence[str], lengths: np.ndarray, supervised: np.ndarray, others: dict[str, Any]
 ) -> np.ndarray:
     """Refuse rows that do not belong together; returns int64 [N], the rows in the order of their ids."""
     if not (len(store) == len(ids) == len(lengths) == len(supervised)):
         raise ValueError(
             f"{len(store)} features, {len(ids)} ids, {len(lengths)} lengths and {len(supervised)} supervised counts"
         )
+    if len(ids) == 0:
+        raise ValueError("there are 0 samples: nothing to select from")
     if not all(isinstance(i, str) for i in ids):
         raise ValueError("sample ids must be text")
     names = np.asarray(ids)
@@ -210,7 +219,7 @@ def _require_rows(
     if (supervised < 1).any():
         at = int(np.argmax(supervised < 1))
         raise ValueError(f"sample {ids[at]} has no supervised token: exclude such rows before making a plan")
-    for name, values in (("losses", losses), ("sources", sources)):
+    for name, values in others.items():
         if values is not None and len(values) != len(ids):
             raise ValueError(f"{len(values)} {name} for {len(ids)} samples")
     return by_id
@@ -220,14 +229,15 @@ def _extreme_rows(
     clusters: Clusters, selection: Selection, rows: np.ndarray, rank: np.ndarray, ids: Sequence[str], lengths: np.ndarray,
     supervised: np.ndarray, loss: np.ndarray,
 ) -> list[dict[str, Any]]:
-    """The rows that lie farthest out, by distance over their cluster's median: broken ones are found here first."""
-    medians = np.array([np.median(clusters.distances[clusters.labels == c]) for c in range(len(clusters.centroids))])
-    times = clusters.distances / np.maximum(medians[clusters.labels], 1e-12)
+    """The rows that lie farthest out, by distance over their cluster's root mean square: broken ones come first."""
+    k = len(clusters.centroids)
+    spreads = np.sqrt(np.bincount(clusters.labels, clusters.distances**2, k) / np.bincount(clusters.labels, minlength=k))
+    times = clusters.distances / np.maximum(spreads[clusters.labels], 1e-12)
     order = np.lexsort((rank[rows], -times))[:_EXTREME_ROWS]
     return [
         {
             "id": ids[rows[i]], "cluster": int(clusters.labels[i]), "distance": float(clusters.distances[i]),
-            "times_median": float(times[i]), "kept": bool(selection.kept[i]), "num_tokens": int(lengths[rows[i]]),
+            "times_spread": float(times[i]), "kept": bool(selection.kept[i]), "num_tokens": int(lengths[rows[i]]),
             "num_supervised_tokens": int(supervised[rows[i]]),
             "loss": None if np.isnan(loss[rows[i]]) else float(loss[rows[i]]),
         }

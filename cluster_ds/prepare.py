@@ -35,7 +35,7 @@ from .preview import print_preview
 from .proxy import extract, proxy_key
 from .recipe import Recipe, SourceSection
 from .records import Source, read_records
-from .selection import PlanSettings
+from .selection import PlanSettings, budget_of
 from .shards import read_proxies
 from .templates import get_template
 from .tokens import TokenTable, build_tokens
@@ -219,7 +219,8 @@ def _require_enough(recipe: Recipe, num_samples: int, world_size: int) -> None:
     if num_samples < k:
         raise ValueError(f"{num_samples} samples cannot fill {k} clusters: lower selection.num_clusters or add data")
     size = recipe.train.global_batch_size
-    most = num_samples if recipe.selection.keep is None else int(recipe.selection.keep * num_samples)
+    selection = recipe.selection
+    most = budget_of(1.0 - selection.trim if selection.keep is None else selection.keep, num_samples)
     if most < size:
         raise ValueError(
             f"at most {most} of {num_samples} samples can be kept, fewer than global_batch_size {size}: lower "

@@ -352,8 +352,7 @@ def _check_model(model: PreTrainedModel, tokens: TokenTable, device: torch.devic
     chosen = (batch.samples, batch.predictors)
     own = model(input_ids=batch.input_ids, use_cache=False).logits[chosen].float()
     head = model.get_output_embeddings()
-    states = model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
-    hidden = states[chosen]
+    hidden = model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state[chosen]
     ours = torch.nn.functional.linear(hidden, head.weight, getattr(head, "bias", None)).float()
     difference, largest = float((ours - own).abs().max()), float(own.abs().max())
     if difference > _LOGIT_TOLERANCE * largest:  # NaN passes here and is named by sample later
@@ -361,11 +360,11 @@ def _check_model(model: PreTrainedModel, tokens: TokenTable, device: torch.devic
             f"{type(model).__name__}: its logits differ by up to {difference:.3g} (the largest is {largest:.3g}) from "
             "hidden states x output embeddings: it scales or caps them, which gradient proxies do not support"
         )
-    shortest = int(tokens.num_tokens[middle].argmin())
-    length = int(tokens.num_tokens[middle[shortest]])
-    unpadded = batch.input_ids[shortest : shortest + 1, :length]
-    alone = model.base_model(input_ids=unpadded, use_cache=False).last_hidden_state[0]
-    moved = float((alone - states[shortest, :length]).abs().max())
+    row = int(middle[0])
+    unpadded = torch.from_numpy(np.asarray(tokens[row]["input_ids"], dtype=np.int64)).to(device)[None]
+    padded = torch.cat([unpadded, torch.zeros_like(unpadded)], dim=1)
+    alone, followed = (model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0] for ids in (unpadded, padded))
+    moved = float((alone - followed[: len(alone)]).abs().max())
     if moved > _PADDING_TOLERANCE * float(alone.abs().max()):
         raise ValueError(
             f"{type(model).__name__}: padding behind a sample changes its hidden states by up to {moved:.3g}, so it looks "

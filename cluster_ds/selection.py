@@ -71,7 +71,7 @@ class PlanSettings:
                 raise ValueError(f"{name} {share} is outside (0, 1]")
         if not 0 <= self.trim < 1:
             raise ValueError(f"trim {self.trim} is outside [0, 1)")
-        if self.keep is not None and self.keep > 1 - self.trim:
+        if self.keep is not None and self.keep > 1 - self.trim + 1e-9:
             raise ValueError(f"keep {self.keep} is more than trim {self.trim} leaves of the samples: lower one of them")
         if not 0 < self.near_duplicate_cosine <= 1:
             raise ValueError(f"near_duplicate_cosine {self.near_duplicate_cosine} is outside (0, 1]")
@@ -125,7 +125,7 @@ def cluster_weights(sizes: np.ndarray, counts: np.ndarray | None = None) -> np.n
 
 def quota_counts(
     sizes: np.ndarray, available: np.ndarray, *, quota: str = "equal", ratio: float | None = None, keep: float | None = None,
-    spreads: np.ndarray | None = None,
+    spreads: np.ndarray | None = None, num_samples: int | None = None,
 ) -> np.ndarray:
     """n_c, the number of samples kept of each cluster.
 
@@ -137,11 +137,12 @@ def quota_counts(
         ratio: r in (0, 1]: in all K max(1, floor(r n_min)) with n_min the least available; 1 if `keep` is None as well.
         keep: a budget as a share of all N samples instead.
         spreads: float64 [K], S_c for "neyman".
+        num_samples: N, with the samples that are in no cluster; the sum of sizes by default.
 
     Raises:
         ValueError: if the budget is more than can be kept, with the remedy.
     """
-    k, total = len(sizes), int(sizes.sum())
+    k, total = len(sizes), int(sizes.sum()) if num_samples is None else num_samples
     smallest = int(available.min())
     if smallest == 0:
         raise ValueError(f"nothing of cluster {int(available.argmin())} is left to keep: lower selection.trim")
@@ -149,8 +150,8 @@ def quota_counts(
         each = max(1, int(np.floor((1.0 if ratio is None else ratio) * smallest + 1e-9)))
         budget = k * each
     else:
-        each = max(1, int(np.floor(keep * total / k + 1e-9)))
-        budget = max(k, int(np.floor(keep * total + 1e-9)))
+        budget = max(k, budget_of(keep, total))
+        each = budget // k
     if quota == "equal":
         if each > smallest:
             most = int(1000 * k * smallest / total) / 1000
@@ -173,6 +174,11 @@ def quota_counts(
         if spreads.max() > 0:  # else all are alike, and any quota is Neyman's
             shares = shares * np.maximum(spreads, 1e-9 * float(spreads.max()))
     return apportion(shares, budget, available)
+
+
+def budget_of(keep: float, num_samples: int) -> int:
+    """Samples that a share of all is, rounded down."""
+    return int(np.floor(keep * num_samples + 1e-9))
 
 
 def apportion(shares: np.ndarray, total: int, most: np.ndarray) -> np.ndarray:
@@ -234,7 +240,7 @@ def pool_of(labels: np.ndarray, distances: np.ndarray, by_id: np.ndarray, counte
 
 def select(
     labels: np.ndarray, distances: np.ndarray, ids: list[str] | np.ndarray, settings: PlanSettings, *,
-    spreads: np.ndarray | None = None, dropped: np.ndarray | None = None,
+    spreads: np.ndarray | None = None, dropped: np.ndarray | None = None, num_samples: int | None = None,
 ) -> Selection:
     """Keep a part of every cluster.
 
@@ -249,6 +255,7 @@ def select(
             ("none" for 1), quota, ratio, keep (see `quota_counts`) and seed count here.
         spreads: float64 [K], S_c for quota "neyman".
         dropped: bool [N], rows that are in no size and never kept, e.g. duplicates.
+        num_samples: that settings.keep is a share of; N by default.
     """
     k = int(labels.max()) + 1
     by_id = np.argsort(np.asarray(ids), kind="stable")
@@ -258,7 +265,8 @@ def select(
     outermost_first = by_id[np.lexsort((-distances[by_id], labels[by_id]))]
     available = np.bincount(labels[pool], minlength=k)
     counts = quota_counts(
-        sizes, available, quota=settings.quota, ratio=settings.ratio, keep=settings.keep, spreads=spreads
+        sizes, available, quota=settings.quota, ratio=settings.ratio, keep=settings.keep, spreads=spreads,
+        num_samples=len(labels) if num_samples is None else num_samples,
     )
     smallest = int(available.min())
     if settings.quota == "equal" and k * smallest < _SMALL_SHARE * sizes.sum():

@@ -9,6 +9,7 @@ projection.
 from __future__ import annotations
 
 import json
+import shlex
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +111,8 @@ def read_proxies(folder: Path, tokens: TokenTable, tokens_per_batch: int, key: s
 
     def opened(shard: int) -> dict[str, np.ndarray]:
         path, sidecar = _shard(folder, shard), _sidecar(folder, shard)
-        remedy = f"`rm -f {path} {sidecar}` and the same command again make it anew, the other shards are kept"
+        command = shlex.join(["rm", "-f", str(path), str(sidecar)])
+        remedy = f"`{command}` and the same command again make it anew, the other shards are kept"
         if not sidecar.is_file() or not path.is_file():
             raise ValueError(f"proxy shard {path} is missing: {remedy}")
         try:

@@ -137,7 +137,7 @@ class Bias:
 
     Attributes:
         relative_shift: ||weighted mean of what is kept - mean|| / ||mean||, of unit proxies.
-        cosines: float64 [K], of kept and whole cluster means.
+        cosines: float64 [K], of the weighted means of what is kept and the whole clusters'.
         squared: the squared shift of proxies before normalisation, to be set beside a batch's variance.
         variance: B times the variance of a batch of what is kept: sum_c (n_c / M) Var_c(w_i g_i) over the kept samples,
             which is K sum_c pi_c^2 S_c^2 for the paper's weights.
@@ -165,13 +165,13 @@ def selection_bias(
         squares: float64 [N], squared lengths of the latter.
     """
     k = int(labels.max()) + 1
-    full, seen, chosen = counted.astype(np.float64), kept * weights, kept.astype(np.float64)
-    sums = cluster_sums(points, labels, k, np.stack([full, seen, chosen, full * factors, seen * factors]))
-    lengths = np.linalg.norm(sums[0], axis=1) * np.linalg.norm(sums[2], axis=1)
-    cosines = (sums[0] * sums[2]).sum(axis=1) / np.maximum(lengths, 1e-300)
+    full, seen = counted.astype(np.float64), kept * weights
+    sums = cluster_sums(points, labels, k, np.stack([full, seen, full * factors, seen * factors]))
+    lengths = np.linalg.norm(sums[0], axis=1) * np.linalg.norm(sums[1], axis=1)
+    cosines = (sums[0] * sums[1]).sum(axis=1) / np.maximum(lengths, 1e-300)
     mean, seen_mean = sums[0].sum(axis=0) / full.sum(), sums[1].sum(axis=0) / seen.sum()
-    raw_mean, raw_seen = sums[3].sum(axis=0) / full.sum(), sums[4].sum(axis=0) / seen.sum()
-    weighted = Moments.of(sums[4], np.bincount(labels[kept], minlength=k), np.bincount(labels, seen**2 * squares, k))
+    raw_mean, raw_seen = sums[2].sum(axis=0) / full.sum(), sums[3].sum(axis=0) / seen.sum()
+    weighted = Moments.of(sums[3], np.bincount(labels[kept], minlength=k), np.bincount(labels, seen**2 * squares, k))
     return Bias(
         relative_shift=float(np.linalg.norm(seen_mean - mean) / max(float(np.linalg.norm(mean)), 1e-300)), cosines=cosines,
         squared=float(((raw_seen - raw_mean) ** 2).sum()), variance=float(weighted.shares @ weighted.variances),

@@ -26,6 +26,7 @@ def by_nnls(x, labels, means, shares, ridge):
     """The primal problem as stacked rows of least squares."""
     k, amounts = len(shares), (shares / np.bincount(labels))[labels]
     about = x - means[labels]
+    about /= np.sqrt((about**2).sum(axis=1).mean())
     own = [np.where(labels == c, np.sqrt(module._OWN / shares[c]) * amounts, 0.0) * about.T for c in range(k)]
     mass = np.array([np.where(labels == c, np.sqrt(module._MASS / shares[c]) * amounts, 0.0) for c in range(k)])
     left = np.concatenate([amounts * about.T, *own, mass, np.diag(np.sqrt(ridge * amounts))])
@@ -81,4 +82,31 @@ def test_four_samples_a_dimension_leave_a_tenth_of_the_bias():
     assert facts["shift_before"] == pytest.approx(make_plan(x, ids, lengths, **settings).manifest["bias"]["relative_shift"])
     assert facts["shift_after"] == plan.manifest["bias"]["relative_shift"] < facts["shift_before"] / 10
     assert facts["effective_sample_size"] >= 0.75 and "calibrated: the shift" in "\n".join(plan.lines())
-    assert facts["largest_weight"] == pytest.approx((plan.weight / 1.0)[plan.kept].max())
+
+
+def test_calibrated_weights_are_the_clusters_times_the_calibration_in_any_unit():
+    rng = np.random.default_rng(6)
+    labels = np.repeat(np.arange(3), [200, 120, 80])
+    x = 3 * rng.normal(size=(3, 12))[labels] + rng.gamma(1.0, 1.0, size=(400, 12))
+    ids, lengths = [f"s{i:03d}" for i in range(400)], np.full(400, 9)
+    settings = {"num_clusters": 3, "alpha": 1.6, "ratio": 0.5, "weighting": "calibrated", "normalize": False}
+    plan = make_plan(x, ids, lengths, **settings)
+    assert plan.manifest["sizes"] == [200, 120, 80]
+    own = (plan.weight / np.array(plan.manifest["weights"])[plan.cluster])[plan.kept]
+    assert plan.manifest["calibration"]["largest_weight"] == pytest.approx(own.max()) and own.max() > 1.2
+    np.testing.assert_allclose(np.bincount(plan.cluster[plan.kept], own), plan.manifest["counts"])
+    for factor in (1e3, 1e-3):
+        np.testing.assert_allclose(make_plan(factor * x, ids, lengths, **settings).weight, plan.weight, atol=2e-3)
+    cosines = []
+    for c in range(3):
+        mine = plan.cluster == c
+        a, b = x[mine].mean(axis=0), np.average(x[mine & plan.kept], axis=0, weights=plan.weight[mine & plan.kept])
+        cosines.append(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+    assert plan.manifest["bias"]["cosines"] == pytest.approx(cosines)
+
+
+def test_a_bound_that_nothing_meets_is_said():
+    x, labels, rows, means, shares = problem()
+    with pytest.warns(UserWarning, match="no calibrated weights have an effective sample size of 1.0 or more"):
+        found = calibrate(Points(as_features(x), rows), labels[rows], means, shares, 1.0)
+    assert (found.weights == 1).all()

@@ -39,3 +39,19 @@ def test_a_lock_in_a_shared_folder_is_named_not_waited_for(tmp_path, monkeypatch
 
 def test_hash_to_int_fits_a_signed_64_bit_integer():
     assert distributed.hash_to_int("f" * 32) == 2**60 - 1
+
+
+def test_shares_end_when_another_rank_has_failed():
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=5))
+    mine, other = (distributed.Ranks(rank, 2, rank) for rank in (0, 1))
+    mine._store = other._store = store
+    numbers = mine.shares(5)
+    assert next(numbers) == 0 and next(other.shares(5)) == 1 and next(numbers) == 2
+    other._tell("the disk is full")
+    with pytest.raises(distributed.PeerError, match="rank 1: the disk is full"):
+        next(numbers)

@@ -192,7 +192,7 @@ def test_shards_are_refused_by_name_with_the_command_that_mends_them(tmp_path):
     import subprocess
 
     samples = Table(random_samples(80, seed=2))
-    folder = tmp_path / "a"
+    folder = tmp_path / "my runs"
 
     def extracted():
         return extract(samples, folder, tiny_llama, Ranks(0, 1, 0), **SETTINGS)
@@ -228,7 +228,7 @@ def test_shards_are_refused_by_name_with_the_command_that_mends_them(tmp_path):
             with pytest.raises(ValueError, match=f"shard-00002.safetensors {message}") as error:
                 read_proxies(folder, samples, 60, "k")
             command = str(error.value).split("`")[1]
-            assert command == f"rm -f {shard} {sidecar}"
+            assert command == f"rm -f '{shard}' '{sidecar}'"
             subprocess.run(command, shell=True, check=True)
             assert extracted() == len(list(folder.glob("*.json"))) - 1  # that one alone is made anew
             np.testing.assert_array_equal(in_order(read_proxies(folder, samples, 60, "k").features), good)
@@ -284,6 +284,10 @@ def test_a_model_that_looks_ahead_is_refused(tmp_path):
 
     with pytest.raises(ValueError, match="LlamaForCausalLM: padding behind a sample changes its hidden states by up to"):
         extract(Table(random_samples(20)), tmp_path, bidirectional, Ranks(0, 1, 0), **SETTINGS)
+    alike = Table(s for s in random_samples(800) if len(s["input_ids"]) == 9)  # nothing is padded, and it is noticed all the same
+    assert len(alike) > 20
+    with pytest.raises(ValueError, match="padding behind a sample changes its hidden states by up to"):
+        extract(alike, tmp_path, bidirectional, Ranks(0, 1, 0), **SETTINGS)
 
 
 def test_any_number_of_shards_may_be_open(tmp_path):

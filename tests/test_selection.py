@@ -174,9 +174,8 @@ def test_apportion_meets_the_total_and_the_bounds(shares, room, part):
     assert counts.sum() == total and (counts >= 1).all() and (counts <= most).all()
     inside = (counts > 1) & (counts < most)  # proportional to within one where no bound binds
     if inside.sum() > 1:
-        factor = counts[inside] / np.array(shares)[inside]
         least = (counts[inside] - 1) / np.array(shares)[inside]
-        assert least.max() <= ((counts[inside] + 1) / np.array(shares)[inside]).min() and factor.min() > 0
+        assert least.max() <= ((counts[inside] + 1) / np.array(shares)[inside]).min()
 
 
 def test_trimmed_rows_are_not_kept_but_count_in_the_weights():
@@ -194,3 +193,13 @@ def test_dropped_rows_are_in_no_size():
     dropped = np.arange(30) < 10
     found = select(labels, np.arange(30.0), np.arange(30), dropped=dropped)
     assert found.kept.sum() == 20 and not found.kept[:10].any() and set(found.weights) == {1.0}
+
+
+def test_a_budget_is_a_share_of_all_samples():
+    """10 of 40 rows are dropped: .4 of 40 are 16, of the 30 that are left."""
+    labels, dropped = np.repeat([0, 1], 20), np.arange(40) % 4 == 0
+    for quota in ("equal", "proportional"):
+        assert select(labels, np.arange(40.0), np.arange(40), dropped=dropped, keep=0.4, quota=quota).kept.sum() == 16
+    with pytest.raises(ValueError, match="keep 0.8 needs 32 samples, but 30 of 40 are left after"):
+        select(labels, np.arange(40.0), np.arange(40), dropped=dropped, keep=0.8, quota="proportional")
+    PlanSettings(keep=0.1, trim=0.9)  # 1 - .9 is a little less than .1

@@ -134,13 +134,13 @@ def test_dedup_trim_quota_and_weights_together(proxies, weighting):
     plan = make_plan(x, ids, np.full(1200, 9), num_clusters=4, alpha=2.5, quota="proportional", keep=0.4, dedup=True, trim=0.1,
                      near_duplicate_cosine=1.0, weighting=weighting)
     sizes = np.bincount(plan.cluster[:1000])
-    assert plan.manifest["sizes"] == sizes.tolist() and not plan.kept[1000:].any() and plan.kept.sum() == 400
+    assert plan.manifest["sizes"] == sizes.tolist() and not plan.kept[1000:].any() and plan.kept.sum() == 480
     shares = np.bincount(plan.cluster[plan.kept], weights=plan.weight[plan.kept]) / plan.weight[plan.kept].sum()
     np.testing.assert_allclose(shares, sizes / 1000, rtol=1e-9)  # of what is not left out, trimmed rows included
     bias = np.average(unit(x)[plan.kept], axis=0, weights=plan.weight[plan.kept]) - unit(x)[:1000].mean(axis=0)
     told = plan.manifest["bias"]["relative_shift"]
     assert told == pytest.approx(np.linalg.norm(bias) / np.linalg.norm(unit(x)[:1000].mean(axis=0)))
-    assert "1000 samples in 4 clusters" in plan.lines()[0] and "kept 400 (40.0%)" in plan.lines()[1]
+    assert "1000 samples in 4 clusters" in plan.lines()[0] and "kept 480 (40.0%)" in plan.lines()[1]
 
 
 def unit(x):
