@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .allocation import Packing
 from .plan import Plan
 from .planning import make_plan
 
@@ -9,7 +10,7 @@ if TYPE_CHECKING:
     from .engine import ClusterEngine, initialize
 
 __version__ = "0.1.0"
-__all__ = ["ClusterEngine", "Plan", "initialize", "make_plan"]
+__all__ = ["ClusterEngine", "Packing", "Plan", "initialize", "make_plan"]
 
 
 def __getattr__(name: str) -> Any:

@@ -66,7 +66,7 @@ def checked(path: Path, recipe: Recipe, ranks: int | None = None) -> list[str]:
         if done.returncode:
             raise ValueError(f"{script} is no valid bash: {done.stderr.strip()}")
     lines = [
-        f"{recipe.name}: {batch_text(recipe.train, ranks)}; ZeRO {zero_stage(config)} ({recipe.deepspeed.config}), "
+        f"{recipe.name}: {batch_text(recipe, ranks)}; ZeRO {zero_stage(config)} ({recipe.deepspeed.config}), "
         f"{recipe.train.precision}, {recipe.train.optimizer}; K = {recipe.selection.num_clusters}"
     ]
     rows = sum(DATASET_ROWS.get(source.path, 0) for source in recipe.data.all_sources.values())
@@ -82,7 +82,8 @@ def memory_lines(shape: ModelShape, recipe: Recipe, ranks: int, detail: bool = T
     """Memory of each GPU in training in words, with a warning where it does not fit."""
     config = resolve_config(recipe.deepspeed.config, recipe.train, ranks)
     needed = memory_per_gpu(
-        shape, recipe.train, config, ranks, recipe.data.max_length, recipe.model.attn_implementation
+        shape, recipe.train, config, ranks, recipe.data.max_length, recipe.model.attn_implementation,
+        recipe.packing,
     )
     total, room = total_bytes(needed), recipe.hardware.gpu_memory_gb
     parts = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in needed.items() if value >= 5e7)
@@ -90,9 +91,9 @@ def memory_lines(shape: ModelShape, recipe: Recipe, ranks: int, detail: bool = T
     lines[0] += f" ({parts})" if detail else ""
     if total > room * 1e9:
         lines.append(
-            f"warning: {total / 1e9:.0f} GB do not fit into {room:.0f} GB ({parts}): lower train.micro_batch_size from "
-            f"{recipe.train.micro_batch_size}, take a higher ZeRO stage (deepspeed.config zero2, zero3, zero3_offload) or "
-            "more GPUs, or say what yours have (hardware.gpu_memory_gb)"
+            f"warning: {total / 1e9:.0f} GB do not fit into {room:.0f} GB ({parts}): lower "
+            f"{recipe.smaller_micro_batch}, take a higher ZeRO stage (deepspeed.config zero2, zero3, zero3_offload) or more "
+            "GPUs, or say what yours have (hardware.gpu_memory_gb)"
         )
     return lines
 
@@ -103,8 +104,8 @@ def device_note(recipe: Recipe, ranks: int) -> list[str]:
     if ranks == named:
         return []
     return [
-        f"note: {ranks} devices where the recipe names {named}: {batch_text(recipe.train, ranks)} (with {named}: "
-        f"{batch_text(recipe.train, named)}); the global batches stay the same\n"
+        f"note: {ranks} devices where the recipe names {named}: {batch_text(recipe, ranks)} (with {named}: "
+        f"{batch_text(recipe, named)}); the global batches stay the same\n"
     ]
 
 

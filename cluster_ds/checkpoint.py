@@ -1,4 +1,4 @@
-"""Stage 11: crash-safe checkpoints over DeepSpeed's, and the export to an ordinary model folder.
+"""Stage 12: crash-safe checkpoints over DeepSpeed's, and the export to an ordinary model folder.
 
 A checkpoint is `step-00000050/`: DeepSpeed's files, each rank's random state, and a manifest that rank 0 writes last, when
 every rank has finished. A folder without a manifest was never finished; one whose files differ from it is damaged.

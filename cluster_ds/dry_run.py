@@ -17,7 +17,7 @@ import torch
 from .catalogue import device_note, is_for_cpu, memory_lines
 from .distributed import Ranks, ensure_process_group
 from .ds_config import resolve_config
-from .estimate import arms_of, batch_text, padded_tokens, steps_text
+from .estimate import arms_of, batch_text, loads_of_steps, steps_text
 from .files import is_committed, read_json, write_json
 from .models import load_model, load_tokenizer, model_folder, pad_token_id
 from .plan import Plan, unselected
@@ -25,7 +25,7 @@ from .preflight import NEEDED_BY_PLAN, look
 from .prepare import Prepared, extraction_dtype, prepare_tokens
 from .proxy import Room, gradient_proxies, run_batches
 from .recipe import Recipe
-from .shapes import DATASET_ROWS, shape_of
+from .shapes import DATASET_ROWS, quadratic_cost, shape_of
 from .shards import length_batches
 from .tokens import TokenTable
 from .training import build_training, run_step
@@ -41,8 +41,9 @@ class Probe:
 
     Attributes:
         world_size: W.
-        seconds_per_token: of training, a padded token of the slowest rank.
+        seconds_per_token: of training, a computed token of the slowest rank.
         extraction_seconds_per_token: of a forward pass, a padded token of one rank.
+        quadratic_cost: of the model, see `shapes.quadratic_cost`.
         num_steps: that were timed.
         device: their name.
     """
@@ -50,6 +51,7 @@ class Probe:
     world_size: int
     seconds_per_token: float
     extraction_seconds_per_token: float
+    quadratic_cost: float
     num_steps: int
     device: str
 
@@ -112,7 +114,7 @@ def predict(
         return "" if price is None else f", {value / 3600 * probe.world_size * price:.2f} at {price:g} a GPU hour"
 
     lines = [
-        f"probe: {probe.num_steps} steps on {probe.world_size} x {probe.device}, {1 / probe.seconds_per_token:.0f} padded "
+        f"probe: {probe.num_steps} steps on {probe.world_size} x {probe.device}, {1 / probe.seconds_per_token:.0f} computed "
         f"tokens/s a rank; extraction {1 / probe.extraction_seconds_per_token:.0f}"
     ]
     lines += [f"training on {name}: {duration(value)}{cost(value)}" for name, value in seconds.items()]
@@ -133,7 +135,8 @@ def predict(
 
 def training_seconds(plan: Plan, recipe: Recipe, probe: dict[str, Any]) -> float:
     """Predicted seconds of all optimizer steps on a plan, without checkpoints and export."""
-    return float(padded_tokens(plan, recipe.train, probe["world_size"]).sum()) * probe["seconds_per_token"]
+    loads = loads_of_steps(plan, recipe, probe["world_size"], probe["quadratic_cost"])
+    return float(loads.max(axis=1).sum()) * probe["seconds_per_token"]
 
 
 def duration(seconds: float) -> str:
@@ -160,7 +163,7 @@ def _arithmetic(recipe: Recipe, output_dir: Path, ranks: Ranks, world_size: int)
     train, selection = recipe.train, recipe.selection
     budget = f"keep {selection.keep}" if selection.keep is not None else f"ratio {selection.ratio or 1.0}"
     lines = [
-        f"recipe {recipe.name}: {batch_text(train, world_size)}, {train.epochs} epochs; {recipe.deepspeed.config}, "
+        f"recipe {recipe.name}: {batch_text(recipe, world_size)}, {train.epochs} epochs; {recipe.deepspeed.config}, "
         f"{train.precision}, {train.optimizer}; K = {_clusters(recipe, world_size)}, {budget}",
         *(note.strip() for note in device_note(recipe, world_size)),
     ]
@@ -220,7 +223,8 @@ def _measure(recipe: Recipe, prepared: Prepared, ranks: Ranks, num_steps: int) -
     engine, loader = build_training(
         recipe, Prepared(prepared.model_folder, prepared.tokenizer, prepared.tokens, full), config, ranks
     )
-    loads = padded_tokens(full, recipe.train, ranks.world_size, num_steps + _WARM_UP)
+    attention = quadratic_cost(prepared.model_folder)
+    loads = loads_of_steps(full, recipe, ranks.world_size, attention, num_steps + _WARM_UP).max(axis=1)
     seconds = []
     batches = iter(loader)
     for _ in loads:
@@ -232,7 +236,7 @@ def _measure(recipe: Recipe, prepared: Prepared, ranks: Ranks, num_steps: int) -
     rate = sum(seconds[counted]) / float(loads[counted].sum())
     name = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "CPU rank"
     slowest = max(ranks.gather(rate))
-    return Probe(ranks.world_size, slowest, max(ranks.gather(forward)), len(loads[counted]), name)
+    return Probe(ranks.world_size, slowest, max(ranks.gather(forward)), attention, len(loads[counted]), name)
 
 
 def _time_extraction(recipe: Recipe, prepared: Prepared, ranks: Ranks) -> float:

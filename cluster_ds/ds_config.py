@@ -14,8 +14,8 @@ from typing import Any
 
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+from .allocation import accumulation_steps
 from .recipe import TrainSection
-from .schedule import accumulation_steps
 
 CONFIGS_DIR = Path(__file__).resolve().parent.parent / "ds_configs"
 _OURS_IN_FILE = (
@@ -70,10 +70,12 @@ def resolve_config(name_or_path: str, train: TrainSection, dp_world_size: int) -
         config.setdefault("zero_force_ds_cpu_optimizer", False)
     owned: dict[str, Any] = {
         "train_batch_size": train.global_batch_size,
-        "train_micro_batch_size_per_gpu": train.micro_batch_size,
-        "gradient_accumulation_steps": accumulation_steps(train.global_batch_size, train.micro_batch_size, dp_world_size),
         "gradient_clipping": train.max_grad_norm,
     }
+    if not train.packing:
+        size = train.micro_batch_size
+        accumulation = accumulation_steps(train.global_batch_size, size, dp_world_size)
+        owned |= {"train_micro_batch_size_per_gpu": size, "gradient_accumulation_steps": accumulation}
     if train.precision == "bf16":
         owned["bf16"] = {"enabled": True}
     elif train.precision == "bf16_autocast":
@@ -94,16 +96,26 @@ def resolve_config(name_or_path: str, train: TrainSection, dp_world_size: int) -
     }
 
 
-def with_batch_arithmetic(config: dict[str, Any], dp_world_size: int) -> dict[str, Any]:
+def with_batch_arithmetic(config: dict[str, Any], dp_world_size: int, packed: bool = False) -> dict[str, Any]:
     """A library user's config with its batch sizes and clipping stated.
+
+    With packing the number of micro-batches differs from step to step and our engine states the boundary; what DeepSpeed is
+    told then is that several are accumulated, and no size.
 
     Raises:
         ValueError: if train_batch_size or train_micro_batch_size_per_gpu is missing, or the three sizes contradict.
     """
     config = copy.deepcopy(config)
-    missing = [k for k in ("train_batch_size", "train_micro_batch_size_per_gpu") if not isinstance(config.get(k), int)]
+    sizes = ("train_batch_size",) if packed else ("train_batch_size", "train_micro_batch_size_per_gpu")
+    missing = [k for k in sizes if not isinstance(config.get(k), int)]
     if missing:
         raise ValueError(f"the DeepSpeed config must state {' and '.join(missing)}: accumulation is derived from them")
+    if packed:
+        config |= {
+            "train_batch_size": 2 * dp_world_size, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2
+        }
+        config.setdefault("gradient_clipping", 1.0)
+        return config
     derived = accumulation_steps(config["train_batch_size"], config["train_micro_batch_size_per_gpu"], dp_world_size)
     stated = config.setdefault("gradient_accumulation_steps", derived)
     if stated != derived:
@@ -127,7 +139,7 @@ def _check_keys(path: Path, config: dict[str, Any], owned: dict[str, Any]) -> No
         if key in owned and value != owned[key]:
             raise ValueError(f"{path}: {key} is {value!r}, but the recipe makes it {owned[key]!r}: remove it here")
         if key in _RECIPE_OWNS and key not in owned and value != {"enabled": False}:
-            raise ValueError(f"{path}: {key} is {value!r}, which train.precision does not use: remove it here")
+            raise ValueError(f"{path}: {key} is {value!r}, which the recipe's train section does not use: remove it here")
         if key not in _OURS_IN_FILE and key not in _RECIPE_OWNS:
             near = difflib.get_close_matches(key, [*_OURS_IN_FILE, *_RECIPE_OWNS], n=1, cutoff=0.0)[0]
             raise ValueError(f"{path}: unknown key {key}; did you mean {near}?")

@@ -1,4 +1,4 @@
-"""Stage 10: DeepSpeed's engine with the weighted loss, by composition.
+"""Stage 11: DeepSpeed's engine with the weighted loss, by composition.
 
     engine, optimizer, loader, scheduler = initialize(model=model, config=ds_config, dataset=dataset, plan=plan)
     for batch in loader:
@@ -12,25 +12,35 @@ No `training_data` and no subclass: the loader is ours, DeepSpeed sees micro-bat
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 from inspect import signature
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
+from .allocation import Allocation, Allocator, Packing
 from .distributed import assert_ranks_agree, build_cpu_communication, forget_shared_buffers, on_gpu
 from .ds_config import with_batch_arithmetic, zero_stage
-from .loader import ClusterLoader, Collate, stack
-from .loss import sample_losses, weighted_terms
+from .loader import ClusterLoader, Collate, pack, pad, stack
+from .loss import LossHead, supervised_positions, weighted_terms
 from .plan import Plan
 from .schedule import Schedule
 
 LossFn = Callable[[Any, dict[str, Any]], torch.Tensor]
-_VOTES = 5  # place of the votes among a step's sums; the clusters' sums follow
-_NOT_FOR_MODEL = ("labels", "sample_weight", "is_filler", "row", "cluster", "denominator", "step", "micro_step")
+_VOTES, _PASSES, _FILLERS, _SECONDS = 5, 6, 7, 8  # places among a step's sums; ranks' seconds, then clusters' sums
+_NOT_FOR_MODEL = (
+    "labels", "sample", "sample_weight", "is_filler", "row", "cluster", "denominator", "predicted_skew", "step",
+    "micro_step", "is_last",
+)
+_TOKEN_INPUTS = {"input_ids", "attention_mask", "position_ids"}  # of a model that takes nothing else, and can be checked
+_CHECKED_TOKENS = 256  # logits of more would need memory that training does not
+_TOLERANCE, _TOLERANCE_16_BITS = 1e-3, 0.1  # nats, of mean token losses computed in two ways
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,10 @@ class StepRecord:
         cluster_samples: samples per cluster.
         rows: the plan's rows that were trained on, sorted.
         num_stop_votes: ranks that had `stop_vote` set when the step ended.
+        num_micro_steps: forward passes of each rank.
+        num_fillers: copies with weight 0 that all ranks computed to stay in step.
+        predicted_skew: cost of the dearest rank's micro-batches over the mean of all ranks'.
+        rank_seconds: of each rank's forward passes.
     """
 
     loss: float
@@ -55,7 +69,16 @@ class StepRecord:
     cluster_loss: list[float]
     cluster_samples: list[int]
     rows: list[int]
-    num_stop_votes: int = 0
+    num_stop_votes: int
+    num_micro_steps: int
+    num_fillers: int
+    predicted_skew: float
+    rank_seconds: list[float]
+
+    @property
+    def skew(self) -> float:
+        """Forward seconds of the slowest rank over the mean of all ranks'."""
+        return max(self.rank_seconds) * len(self.rank_seconds) / max(sum(self.rank_seconds), 1e-12)
 
 
 class ClusterEngine:
@@ -66,17 +89,20 @@ class ClusterEngine:
     tells every rank, at no cost.
     """
 
-    def __init__(self, engine: Any, schedule: Schedule, loss_fn: LossFn | None = None):
-        self.engine, self.schedule, self.loss_fn = engine, schedule, loss_fn
-        self.dp_world_size = dist.get_world_size()
+    def __init__(
+        self, engine: Any, schedule: Schedule, loss_fn: LossFn | None = None, head: LossHead | None = None
+    ):
+        self.engine, self.schedule, self.loss_fn, self.head = engine, schedule, loss_fn, head
+        self.dp_world_size, self.dp_rank = dist.get_world_size(), dist.get_rank()
         self._inputs = None if loss_fn is None else set(signature(engine.module.forward).parameters)
         self._num_clusters = schedule.plan.num_clusters
-        self._in_backward = False
+        self._in_backward, self._checked = False, head is None
         self._sums = self._fresh_sums()
         self._rows: list[torch.Tensor] = []
+        self._clocks: list[Any] = []
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
         self._bare_norm: torch.Tensor | None = None
-        self._denominator = 1.0
+        self._denominator, self._predicted_skew, self._is_last = 1.0, 1.0, False
         self.stop_vote = False
 
     def __call__(self, batch: dict[str, Any]) -> torch.Tensor:
@@ -84,22 +110,79 @@ class ClusterEngine:
 
         Returns:
             W x weighted numerator / D, a scalar whose mean over ranks, summed over micro-batches, is the step's loss.
+        Raises:
+            ValueError: on the first, if the model's losses are not what its output embeddings make of its hidden states, or
+                if packed samples see each other.
         """
         device = self.engine.device
         names = set(batch) - set(_NOT_FOR_MODEL) if self._inputs is None else set(batch) & self._inputs
         inputs = {k: v.to(device, non_blocking=True) for k, v in batch.items() if k in names}
-        weights, filler = (batch[k].to(device) for k in ("sample_weight", "is_filler"))
+        weights, filler = (batch[k].to(device, non_blocking=True) for k in ("sample_weight", "is_filler"))
+        if not self._checked and set(inputs) <= _TOKEN_INPUTS:
+            self._check(inputs, batch)  # collective at stage 3
+        self._checked = True
+        self._denominator, self._predicted_skew = batch["denominator"], batch["predicted_skew"]
+        self._is_last = batch["is_last"]
+        self.engine.set_gradient_accumulation_boundary(self._is_last)
+        self._clock()
         if self.loss_fn is None:
-            logits = self.engine(**inputs, use_cache=False).logits
-            sums, counts = sample_losses(logits, batch["labels"].to(device))
+            sums, counts = self._token_losses(inputs, batch)
         else:
             sums, counts = self._own_losses(self.engine(**inputs), batch)
+        self._clock()
         terms = weighted_terms(sums, counts, weights, self.schedule.normalization)
         loss = self.dp_world_size * terms.sum() / batch["denominator"]
-        self._denominator = batch["denominator"]
         self._add(terms.detach(), (sums / counts.clamp(min=1)).detach(), counts, weights, ~filler, batch)
         loss.register_hook(self._refuse_foreign_backward)
         return loss
+
+    def _token_losses(self, inputs: dict[str, torch.Tensor], batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Summed cross entropy of each sample float [n], and the number of its supervised tokens int64 [n]."""
+        device, num_samples = self.engine.device, len(batch["row"])
+        lines, predictors, targets = supervised_positions(batch["labels"])  # on the host: a GPU would be waited for
+        samples = batch["sample"][lines, predictors] if "sample" in batch else lines
+        counts = torch.bincount(samples, minlength=num_samples)
+        losses = self._losses_at(inputs, lines, predictors, targets)
+        sums = torch.zeros(num_samples, dtype=losses.dtype, device=device)
+        return sums.index_add(0, samples.to(device), losses), counts.to(device)
+
+    def _losses_at(
+        self, inputs: dict[str, torch.Tensor], lines: torch.Tensor, predictors: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
+        lines, predictors, targets = (t.to(self.engine.device, non_blocking=True) for t in (lines, predictors, targets))
+        if self.head is not None:
+            self.head.ask(lines, predictors, targets)
+            return self.engine(**inputs, use_cache=False).logits
+        return _cross_entropy(self.engine(**inputs, use_cache=False).logits, lines, predictors, targets)
+
+    @torch.no_grad()
+    def _check(self, inputs: dict[str, torch.Tensor], batch: dict[str, Any]) -> None:  # collective at stage 3
+        """Refuse models whose loss would be wrong without a word; the same number of forward passes on every rank."""
+        training = self.engine.module.training
+        self.engine.eval()
+        start = {k: v[:1, :_CHECKED_TOKENS] for k, v in inputs.items()}
+        asked = supervised_positions(start["input_ids"].cpu())
+        logits = self.engine(**start, use_cache=False).logits
+        own = _cross_entropy(logits, *(t.to(logits.device) for t in asked))
+        name = type(self.engine.module).__name__
+        _require_alike(
+            self._losses_at(start, *asked), own, logits.dtype, f"{name}: its losses are not what its output embeddings make "
+            "of its hidden states: it scales or caps its logits, which is not supported",
+        )  # fmt: skip
+        if "sample" in batch:
+            first = batch["sample"][0]
+            chosen = int(first.max())
+            places = (first == chosen).nonzero()[:, 0][: int(self.schedule.plan.num_tokens[batch["row"][chosen]])]
+            ids = batch["input_ids"][:1, places]
+            lines, predictors, targets = asked = supervised_positions(ids)
+            alone = self._losses_at({"input_ids": ids.to(self.engine.device)}, *asked)
+            among = self._losses_at({k: v[:1] for k, v in inputs.items()}, lines, places[predictors], targets)
+            _require_alike(
+                among, alone, logits.dtype, f"{name} with attention {self.engine.module.config._attn_implementation}: a "
+                "sample's losses change when others stand before it in its pack: set train.packing to false, or "
+                "model.attn_implementation to sdpa",
+            )  # fmt: skip
+        self.engine.train(training)
 
     def _own_losses(self, outputs: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """`loss_fn`'s mean loss of each sample as sums over its supervised tokens, with their counts from the plan."""
@@ -129,19 +212,21 @@ class ClusterEngine:
         Returns:
             whether an optimizer step was due; its sums are then ready in `last_record`.
         """
-        boundary = self.engine.is_gradient_accumulation_boundary()
-        if boundary and self.engine.optimizer is self.engine.basic_optimizer:  # DeepSpeed keeps no norm for a bare optimizer
+        if self._is_last and self.engine.optimizer is self.engine.basic_optimizer:  # DeepSpeed keeps no norm of a bare one
             gradients = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
             self._bare_norm = torch.nn.utils.get_total_norm(gradients)
         self.engine.step()
-        if boundary:
+        if self._is_last:
             self._sums[_VOTES] = float(self.stop_vote)
+            self._sums[_SECONDS + self.dp_rank] = self._forward_seconds()
             dist.all_reduce(self._sums)  # collective
-            mine = torch.cat(self._rows)
-            rows = [torch.empty_like(mine) for _ in range(self.dp_world_size)]
-            dist.all_gather(rows, mine)  # collective
-            self._last, self._sums, self._rows = (self._sums, torch.cat(rows)), self._fresh_sums(), []
-        return boundary
+            mine = torch.full((self.schedule.global_batch_size,), -1, device=self._sums.device)
+            rows = torch.cat(self._rows)
+            mine[: len(rows)] = rows.to(mine.device)
+            every = [torch.empty_like(mine) for _ in range(self.dp_world_size)]
+            dist.all_gather(every, mine)  # collective
+            self._last, self._sums, self._rows = (self._sums, torch.cat(every)), self._fresh_sums(), []
+        return self._is_last
 
     @property
     def last_loss(self) -> float:
@@ -154,14 +239,16 @@ class ClusterEngine:
         if self._last is None:
             raise ValueError("no optimizer step yet")
         sums, rows = self._last
-        numerator, weight_sum, samples, supervised, tokens, votes, *clusters = sums.tolist()
+        numerator, weight_sum, samples, supervised, tokens, votes, passes, fillers, *rest = sums.tolist()
+        seconds, clusters = rest[: self.dp_world_size], rest[self.dp_world_size :]
         losses, counts = clusters[: self._num_clusters], clusters[self._num_clusters :]
         return StepRecord(
             loss=numerator / self._denominator, weight_sum=weight_sum, num_samples=int(samples),
             num_supervised_tokens=int(supervised), num_tokens=int(tokens),
             cluster_loss=[s / n if n else float("nan") for s, n in zip(losses, counts, strict=True)],
             cluster_samples=[int(n) for n in counts], rows=sorted(rows[rows >= 0].tolist()),
-            num_stop_votes=int(votes),
+            num_stop_votes=int(votes), num_micro_steps=int(passes) // self.dp_world_size, num_fillers=int(fillers),
+            predicted_skew=self._predicted_skew, rank_seconds=seconds,
         )
 
     @property
@@ -185,17 +272,37 @@ class ClusterEngine:
         batch: dict[str, Any],
     ) -> None:
         keep = real.double()
-        tokens = batch["attention_mask"].to(keep.device).sum(dim=1) if "attention_mask" in batch else counts
+        tokens = torch.from_numpy(self.schedule.plan.num_tokens[batch["row"].numpy()]).to(keep.device)
         columns = torch.stack([terms.double(), weights, torch.ones_like(keep), counts.double(), tokens.double()])
         self._sums[:_VOTES] += columns @ keep
-        self._rows.append(torch.where(real, batch["row"].to(keep.device), -1))
+        self._sums[_PASSES] += 1
+        self._sums[_FILLERS] += int(batch["is_filler"].sum())
+        self._rows.append(batch["row"][~batch["is_filler"]])
         clusters = batch["cluster"].to(keep.device)
-        first = _VOTES + 1
+        first = _SECONDS + self.dp_world_size
         self._sums.index_add_(0, first + clusters, means.double() * keep)
         self._sums.index_add_(0, first + self._num_clusters + clusters, keep)
 
     def _fresh_sums(self) -> torch.Tensor:
-        return torch.zeros(_VOTES + 1 + 2 * self._num_clusters, dtype=torch.float64, device=self.engine.device)
+        size = _SECONDS + self.dp_world_size + 2 * self._num_clusters
+        return torch.zeros(size, dtype=torch.float64, device=self.engine.device)
+
+    def _clock(self) -> None:
+        """Note the time, on a GPU that at which it gets here."""
+        if self.engine.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._clocks.append(event)
+        else:
+            self._clocks.append(time.process_time())  # ranks may share cores
+
+    def _forward_seconds(self) -> float:
+        clocks, self._clocks = self._clocks, []
+        pairs = zip(clocks[::2], clocks[1::2], strict=True)
+        if self.engine.device.type != "cuda":
+            return sum(end - begin for begin, end in pairs)
+        clocks[-1].synchronize()  # the step behind it is under way
+        return sum(begin.elapsed_time(end) for begin, end in pairs) / 1000
 
     def _refuse_foreign_backward(self, gradient: torch.Tensor) -> torch.Tensor:
         if not self._in_backward:
@@ -215,7 +322,8 @@ def join_deepspeed() -> None:  # collective
 
 def initialize(
     *, model: torch.nn.Module, config: dict[str, Any], dataset: Any, plan: Plan, epochs: int = 1, seed: int = 0,
-    normalization: str = "sample_mean", allocation: str = "cluster", optimizer: torch.optim.Optimizer | None = None,
+    normalization: str = "sample_mean", allocation: Allocation = "cluster", packing: Packing | None = None,
+    quadratic_cost: float = 0.0, optimizer: torch.optim.Optimizer | None = None,
     lr_scheduler: Callable[[torch.optim.Optimizer, int], Any] | None = None, loss_fn: LossFn | None = None,
     collate: Collate | None = None, pad_id: int = 0, num_workers: int = 0,
 ) -> tuple[ClusterEngine, Any, ClusterLoader, Any]:
@@ -223,15 +331,15 @@ def initialize(
 
     Args:
         model: a causal language model whose outputs have `.logits`; with `loss_fn` any module.
-        config: DeepSpeed's config with train_batch_size (the global batch) and train_micro_batch_size_per_gpu;
-            gradient_accumulation_steps is derived.
+        config: DeepSpeed's config with train_batch_size (the global batch) and, without packing,
+            train_micro_batch_size_per_gpu; gradient_accumulation_steps is derived.
         dataset: dataset[i] -> {"input_ids", "labels"[, "id"]} belongs to plan.ids[i]; checked when it is read. With
             `loss_fn` any dictionary.
         plan: what to train on.
         epochs: passes over the kept samples.
         seed: of the order.
         normalization: "sample_mean" or "token_mean", see `loss`.
-        allocation: "cluster" or "tokens", see `schedule.rank_batch`.
+        allocation, packing, quadratic_cost: see `allocation.Allocator`.
         optimizer: a client optimizer; otherwise the config's.
         lr_scheduler: called with the optimizer and the number of steps; DeepSpeed steps the result.
         loss_fn: (model's outputs, batch) -> float [B], the mean loss of each sample, for models that are no Hugging Face
@@ -244,19 +352,25 @@ def initialize(
     """
     join_deepspeed()
     world_size = dist.get_world_size()
-    config = with_batch_arithmetic(config, world_size)
-    schedule = Schedule(
-        plan, global_batch_size=config["train_batch_size"], epochs=epochs, seed=seed, normalization=normalization
-    )
+    head = _loss_head(model) if loss_fn is None else None
+    if packing is not None and (head is None or collate is not None):
+        raise ValueError("packing needs a Hugging Face causal language model, and neither loss_fn nor collate")
+    global_batch_size = config.get("train_batch_size", 0)
+    config = with_batch_arithmetic(config, world_size, packed=packing is not None)
+    schedule = Schedule(plan, global_batch_size=global_batch_size, epochs=epochs, seed=seed, normalization=normalization)
+    allocator = Allocator(world_size, allocation, config["train_micro_batch_size_per_gpu"], packing, quadratic_cost)
+    if packing is not None:
+        collate = pack(pad_id, flat="flash" in str(getattr(model.config, "_attn_implementation", "")))
+    elif collate is None:
+        collate = pad(pad_id) if loss_fn is None else stack
     loader = ClusterLoader(
-        dataset, schedule, dp_rank=dist.get_rank(), dp_world_size=world_size,
-        micro_batch_size=config["train_micro_batch_size_per_gpu"], allocation=allocation,
-        collate=collate or (stack if loss_fn is not None else None), pad_id=pad_id, num_workers=num_workers,
+        dataset, schedule, allocator, dp_rank=dist.get_rank(), collate=collate, num_workers=num_workers,
         pin_memory=on_gpu(), count_labels=loss_fn is None,
     )
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
     facts: dict[str, int | str] = {
-        "plan": plan.hash, "steps": schedule.num_steps, "micro-batches": len(loader), "seed": seed,
+        "plan": plan.hash, "steps": schedule.num_steps, "seed": seed,
+        "allocation": blake2b(repr(allocator).encode()).hexdigest(),
         "global_batch_size": schedule.global_batch_size,
     }
     assert_ranks_agree(facts, device)  # collective
@@ -267,7 +381,28 @@ def initialize(
     )
     if zero_stage(config) == 0 and config.get("bf16", {}).get("enabled"):
         _undo_phantom_step(engine)
-    return ClusterEngine(engine, schedule, loss_fn), optimizer, loader, scheduler
+    return ClusterEngine(engine, schedule, loss_fn, head), optimizer, loader, scheduler
+
+
+def _loss_head(model: torch.nn.Module) -> LossHead | None:
+    """Over the output embeddings of a Hugging Face model; None for others, whose outputs have `.logits`."""
+    find = getattr(model, "get_output_embeddings", None)
+    layer = find() if callable(find) else None
+    return LossHead(layer) if isinstance(layer, torch.nn.Linear) else None
+
+
+def _cross_entropy(
+    logits: torch.Tensor, lines: torch.Tensor, predictors: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    """Token losses [n] from logits [B, T, V]; only supervised positions are raised to float32."""
+    chosen = logits[lines, predictors]
+    return F.cross_entropy(chosen if chosen.dtype == torch.float64 else chosen.float(), targets, reduction="none")
+
+
+def _require_alike(found: torch.Tensor, expected: torch.Tensor, kind: torch.dtype, problem: str) -> None:
+    difference = float((found - expected).abs().mean())
+    if difference > (_TOLERANCE if kind in (torch.float32, torch.float64) else _TOLERANCE_16_BITS):
+        raise ValueError(f"{problem} (by {difference:.3g} nats a token)")  # NaN passes here and is met in its step
 
 
 def _undo_phantom_step(engine: Any) -> None:

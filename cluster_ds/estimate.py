@@ -11,20 +11,23 @@ from typing import Any
 
 import numpy as np
 
+from .allocation import Allocator, Packing, accumulation_steps
 from .ds_config import zero_stage
+from .loss import CHUNK_ELEMENTS
 from .plan import Plan, random_part, unselected
-from .recipe import TrainSection
-from .schedule import Schedule, accumulation_steps, rank_batch
+from .recipe import Recipe, TrainSection
+from .schedule import Schedule
 from .shapes import ModelShape
 
 _RESERVE_BYTES = 2.5e9  # CUDA context, NCCL's buffers, fragmentation; a rule of thumb
 _DEFAULT_BUCKET = 5e8  # DeepSpeed's elements of a reduce bucket
+_SKEW_STEPS = 20
 _OVERLAP_FACTOR = 4.5  # buckets in flight at stage 2 with overlap_comm, DeepSpeed's own rule
 
 
 def memory_per_gpu(
     shape: ModelShape, train: TrainSection, config: dict[str, Any], world_size: int, max_length: int,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str = "sdpa", packing: Packing | None = None,
 ) -> dict[str, float]:
     """Bytes of each component on one GPU in training; "on the host" is not on the GPU.
 
@@ -35,6 +38,7 @@ def memory_per_gpu(
         world_size: W.
         max_length: T of the longest sample.
         attn_implementation: "eager" holds B x heads x T x T scores.
+        packing: of samples into lines, which then are B.
     """
     zero = config.get("zero_optimization", {})
     stage, p = zero_stage(config), float(shape.num_parameters)
@@ -55,13 +59,16 @@ def memory_per_gpu(
     on_host = 0.0
     if offloaded:  # DeepSpeed keeps the gradients' partition where the optimizer is
         on_host, states, gradients, extra = states + gradients + extra, 0.0, 0.0, 0.0
-    tokens = train.micro_batch_size * max_length
+    lines, length = train.micro_batch_size, max_length
+    if packing is not None:
+        lines, length = packing.packs_per_micro_batch, packing.max_tokens
+    tokens = lines * length
     activation = 4 if train.precision in ("fp32", "bf16_autocast") else 2  # the residual stream
     block = tokens * (2 * (10 * shape.hidden_size + 4 * shape.intermediate_size) + 8 * shape.hidden_size)
     if train.precision == "fp32":
         block *= 2
     if attn_implementation == "eager":
-        block += 6 * train.micro_batch_size * shape.num_heads * max_length**2
+        block += 6 * lines * shape.num_heads * length**2
     blocks = 1 if train.gradient_checkpointing else shape.num_layers
     needed: dict[str, float] = {
         "parameters": p * size / (world_size if stage == 3 else 1),
@@ -71,7 +78,7 @@ def memory_per_gpu(
         "optimizer": states,
         "buckets": _buckets(zero, stage, size) if world_size > 1 else 0.0,
         "activations": tokens * shape.hidden_size * activation * shape.num_layers + blocks * block,
-        "logits": tokens * shape.vocab_size * (20.0 if size == 2 or train.precision == "bf16_autocast" else 16.0),
+        "loss": _loss_bytes(tokens, shape, train.precision != "fp32"),
         "reserve": _RESERVE_BYTES,
     }
     if offloaded:
@@ -82,6 +89,12 @@ def memory_per_gpu(
 def total_bytes(needed: dict[str, float]) -> float:
     """On the GPU."""
     return sum(value for name, value in needed.items() if name != "on the host")
+
+
+def _loss_bytes(tokens: int, shape: ModelShape, half: bool) -> float:
+    """A chunk of logits with its softmax, and the head's gradient, which is summed in fp32."""
+    chunk = min(tokens * shape.vocab_size, CHUNK_ELEMENTS["cuda"])
+    return 12.0 * chunk + (8.0 if half else 4.0) * shape.vocab_size * shape.hidden_size
 
 
 def _buckets(zero: dict[str, Any], stage: int, size: int) -> float:
@@ -104,31 +117,39 @@ def arms_of(plan: Plan, seed: int) -> dict[str, Plan]:
     return {"full": unselected(plan, usable), "random": random, "CluSTER": plan}
 
 
-def padded_tokens(plan: Plan, train: TrainSection, world_size: int, num_steps: int | None = None) -> np.ndarray:
-    """Tokens, padding included, that the slowest rank computes in each step: int64 [steps].
+def loads_of_steps(
+    plan: Plan, recipe: Recipe, world_size: int, quadratic_cost: float, num_steps: int | None = None
+) -> np.ndarray:
+    """What each rank computes in each step, padding included, in tokens of a short sample: float64 [steps, W].
 
     Args:
         plan: of the arm.
-        train: the recipe's section.
+        recipe: how it would be trained.
         world_size: W.
+        quadratic_cost: of the model, see `shapes.quadratic_cost`.
         num_steps: the first steps alone.
     """
+    train = recipe.train
     schedule = Schedule(
         plan, global_batch_size=train.global_batch_size, epochs=train.epochs, seed=train.seed,
         normalization=train.normalization,
     )
-    out = []
-    for step in range(schedule.num_steps if num_steps is None else min(num_steps, schedule.num_steps)):
-        batch = schedule.batch(step)
-        loads = []
-        for rank in range(world_size):
-            mine = rank_batch(
-                schedule, batch, dp_rank=rank, dp_world_size=world_size, micro_batch_size=train.micro_batch_size,
-                allocation=train.allocation,
-            )
-            loads.append(int((plan.num_tokens[mine.rows].max(axis=1) * train.micro_batch_size).sum()))
-        out.append(max(loads))
-    return np.array(out, dtype=np.int64)
+    allocator = Allocator(world_size, train.allocation, train.micro_batch_size, recipe.packing, quadratic_cost)
+    steps = range(schedule.num_steps if num_steps is None else min(num_steps, schedule.num_steps))
+    return np.array([allocator.loads(plan, allocator.cut(schedule, schedule.batch(step))) for step in steps])
+
+
+def skew_text(plan: Plan, recipe: Recipe, world_size: int, quadratic_cost: float) -> str:
+    """What the allocation costs, from the lengths of the first steps: the time that ranks wait for the slowest."""
+    found = {}
+    for allocation in ("cluster", "tokens"):
+        train = recipe.train.model_copy(update={"allocation": allocation})
+        changed = recipe.model_copy(update={"train": train})
+        loads = loads_of_steps(plan, changed, world_size, quadratic_cost, _SKEW_STEPS)
+        found[allocation] = float((loads.max(axis=1) / loads.mean(axis=1)).mean())
+    mine = recipe.train.allocation
+    other = "" if mine == "tokens" else f"; allocation tokens would make it {found['tokens']:.2f}, with the same gradients"
+    return f"allocation {mine}: the slowest rank computes {found[mine]:.2f} x the mean{other}"
 
 
 def steps_text(num_samples: int, train: TrainSection) -> str:
@@ -140,8 +161,14 @@ def steps_text(num_samples: int, train: TrainSection) -> str:
     return f"{steps} steps an epoch{detail}, {steps * train.epochs} in all"
 
 
-def batch_text(train: TrainSection, world_size: int) -> str:
+def batch_text(recipe: Recipe, world_size: int) -> str:
     """The batch arithmetic of W ranks."""
+    train, packing = recipe.train, recipe.packing
+    if packing is not None:
+        return (
+            f"{world_size} ranks share {train.global_batch_size} samples a step, in micro-batches of at most "
+            f"{packing.packs_per_micro_batch} packs of {packing.max_tokens} tokens"
+        )
     accumulation = accumulation_steps(train.global_batch_size, train.micro_batch_size, world_size)
     return (
         f"{world_size} ranks x {train.micro_batch_size} samples x {accumulation} micro-batches = "

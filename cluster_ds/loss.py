@@ -1,4 +1,4 @@
-"""Stage 9: weighted sums of token losses, and cross entropy without the [B, T, V] tensor.
+"""Stage 10: weighted sums of token losses, and cross entropy without the [B, T, V] tensor.
 
 One formula everywhere: a rank's loss of a micro-batch is W x numerator / D, with D over the whole optimizer step, so
 that data parallelism's mean over ranks gives the gradient of
@@ -12,12 +12,15 @@ vocabulary, H hidden, n supervised positions of the batch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 from .tokens import IGNORE_INDEX
 
-_CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}  # logits at a time: what caches hold, what keeps a GPU busy
+CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}  # logits at a time: what caches hold, what keeps a GPU busy
 
 
 def supervised_positions(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -33,23 +36,6 @@ def supervised_positions(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return samples, predictors, labels[samples, predictors + 1]
 
 
-def sample_losses(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed cross entropy of each sample.
-
-    Args:
-        logits: [B, T, V]; only supervised positions are raised to float32.
-        labels: int64 [B, T].
-
-    Returns:
-        float [B], sum over supervised tokens, and int64 [B], their number T_i.
-    """
-    samples, predictors, targets = supervised_positions(labels)
-    chosen = logits[samples, predictors]
-    ce = F.cross_entropy(chosen if chosen.dtype == torch.float64 else chosen.float(), targets, reduction="none")
-    sums = torch.zeros(len(labels), dtype=ce.dtype, device=ce.device).index_add(0, samples, ce)
-    return sums, torch.bincount(samples, minlength=len(labels))
-
-
 def weighted_terms(
     sums: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor, normalization: str
 ) -> torch.Tensor:
@@ -61,7 +47,9 @@ def weighted_terms(
 def chunked_cross_entropy(
     hidden: torch.Tensor, head: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Token losses from hidden states, a chunk of rows of logits at a time; no gradient.
+    """Token losses from hidden states, a chunk of rows of logits at a time, forward and backward.
+
+    The backward pass computes each chunk's logits again, so that any weight a loss is given afterwards reaches the head.
 
     Args:
         hidden: [n, H], what lm_head reads.
@@ -72,11 +60,86 @@ def chunked_cross_entropy(
     Returns:
         float32 (float64 for float64 input) [n].
     """
-    elements = _CHUNK_ELEMENTS.get(hidden.device.type, _CHUNK_ELEMENTS["cuda"])
-    chunk = max(1, elements // len(head))
-    out = []
-    for start in range(0, len(hidden), chunk):
-        logits = F.linear(hidden[start : start + chunk], head, bias)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        out.append(F.cross_entropy(logits, targets[start : start + chunk], reduction="none"))
-    return torch.cat(out) if out else hidden.new_zeros(0, dtype=torch.float32)
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):  # once, not a chunk at a time
+        kind = torch.get_autocast_dtype(device)
+        hidden, head, bias = hidden.to(kind), head.to(kind), None if bias is None else bias.to(kind)
+    with torch.autocast(device, enabled=False):
+        return _ChunkedCrossEntropy.apply(hidden, head, bias, targets)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, head: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden, head, bias, targets)
+        out = torch.empty(len(hidden), dtype=_loss_dtype(hidden), device=hidden.device)
+        for rows, logits in _chunks_of_logits(hidden, head, bias):
+            out[rows] = F.cross_entropy(logits, targets[rows], reduction="none")
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        hidden, head, bias, targets = ctx.saved_tensors
+        for_hidden, for_head, for_bias, _ = ctx.needs_input_grad
+        kind = _loss_dtype(hidden)
+        d_hidden = torch.empty_like(hidden) if for_hidden else None
+        d_head = torch.zeros_like(head, dtype=kind) if for_head else None
+        d_bias = torch.zeros_like(bias, dtype=kind) if for_bias and bias is not None else None
+        for rows, logits in _chunks_of_logits(hidden, head, bias):
+            d_logits = logits.softmax(dim=1)
+            d_logits[torch.arange(len(d_logits), device=d_logits.device), targets[rows]] -= 1
+            d_logits *= gradient[rows, None]
+            if d_bias is not None:
+                d_bias += d_logits.sum(dim=0)
+            d_logits = d_logits.to(hidden.dtype)
+            if d_hidden is not None:
+                d_hidden[rows] = d_logits @ head
+            if d_head is not None and d_head.dtype == hidden.dtype:
+                d_head.addmm_(d_logits.T, hidden[rows])
+            elif d_head is not None:
+                d_head += d_logits.T @ hidden[rows]
+        return (
+            d_hidden, None if d_head is None else d_head.to(head.dtype),
+            None if d_bias is None or bias is None else d_bias.to(bias.dtype), None,
+        )
+
+
+def _loss_dtype(hidden: torch.Tensor) -> torch.dtype:
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+
+
+def _chunks_of_logits(
+    hidden: torch.Tensor, head: torch.Tensor, bias: torch.Tensor | None
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Slices of rows, and their logits in the loss's type."""
+    elements = CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS["cuda"])
+    size = max(1, elements // len(head))
+    for start in range(0, len(hidden), size):
+        rows = slice(start, start + size)
+        yield rows, F.linear(hidden[rows], head, bias).to(_loss_dtype(hidden))
+
+
+class LossHead:
+    """Lets a model's output embeddings give token losses where they are asked for, so that no [B, T, V] tensor exists.
+
+    It takes the place of the layer's `forward`: hooks on the layer, ZeRO-3's gathering of its weights among them, fire as
+    they would. Without a question the layer gives logits as before.
+    """
+
+    def __init__(self, head: torch.nn.Linear):
+        self._head, self._logits = head, head.forward
+        self._asked: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        head.__dict__["forward"] = self._forward
+
+    def ask(self, lines: torch.Tensor, predictors: torch.Tensor, targets: torch.Tensor) -> None:
+        """Have the next forward pass give the losses [n] of `supervised_positions` in place of logits."""
+        self._asked = (lines, predictors, targets)
+
+    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._asked is None:
+            return self._logits(hidden)
+        (lines, predictors, targets), self._asked = self._asked, None
+        return chunked_cross_entropy(hidden[lines, predictors], self._head.weight, self._head.bias, targets)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from .allocation import Packing
 from .selection import PlanSettings
 
 RECIPES_DIR = Path(__file__).resolve().parent.parent / "recipes"
@@ -120,7 +121,10 @@ class TrainSection(Section):
 
     epochs: int = Field(ge=1)
     global_batch_size: int = Field(ge=1)
-    micro_batch_size: int = Field(ge=1)
+    micro_batch_size: int = Field(ge=1)  # samples, padded to the longest; with packing times max_tokens a micro-batch
+    packing: bool = False  # samples end to end instead of padding; the same losses and gradients
+    max_tokens: int | None = Field(None, ge=1)  # of a pack; default: data.max_length
+    tokens_per_micro_batch: int | None = Field(None, ge=1)  # default: micro_batch_size x max_tokens
     optimizer: Literal["adamw", "adafactor"] = "adamw"
     lr: float = Field(gt=0)
     weight_decay: float = Field(0.0, ge=0)
@@ -143,7 +147,10 @@ class TrainSection(Section):
     export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
 
     @model_validator(mode="after")
-    def _one_warmup(self) -> TrainSection:
+    def _together(self) -> TrainSection:
+        given = [k for k in ("max_tokens", "tokens_per_micro_batch") if getattr(self, k) is not None]
+        if given and not self.packing:
+            raise ValueError(f"{' and '.join(given)} given without packing: true")
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise ValueError(
                 f"warmup_steps ({self.warmup_steps}) and warmup_ratio ({self.warmup_ratio}): give one of them"
@@ -185,6 +192,33 @@ class Recipe(Section):
     deepspeed: DeepSpeedSection = DeepSpeedSection()
     hardware: HardwareSection = HardwareSection()
     evaluate: EvaluateSection = EvaluateSection()
+
+    @model_validator(mode="after")
+    def _packs_hold_samples(self) -> Recipe:
+        if self.packing is not None and self.packing.max_tokens < self.data.max_length:
+            raise ValueError(
+                f"packs of train.max_tokens {self.packing.max_tokens} are shorter than samples of data.max_length "
+                f"{self.data.max_length} may be: raise the one or lower the other"
+            )
+        return self
+
+    @property
+    def packing(self) -> Packing | None:
+        """How training packs samples, or None."""
+        t = self.train
+        if not t.packing:
+            return None
+        max_tokens = t.max_tokens or self.data.max_length
+        return Packing(max_tokens, t.tokens_per_micro_batch or t.micro_batch_size * max_tokens)
+
+    @property
+    def smaller_micro_batch(self) -> str:
+        """What to lower where memory is short, from what to what; the global batch and the result stay the same."""
+        packing = self.packing
+        name, value, least = "micro_batch_size", self.train.micro_batch_size, 1
+        if packing is not None:
+            name, value, least = "tokens_per_micro_batch", packing.tokens_per_micro_batch, packing.max_tokens
+        return f"train.{name} from {value} to {max(least, value // 2)}"
 
     @property
     def held_out_source(self) -> SourceSection | None:

@@ -1,4 +1,4 @@
-"""Stage 12b: what a run writes down of every step, and the count at its end of what was trained on."""
+"""Stage 13b: what a run writes down of every step, and the count at its end of what was trained on."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class RunLog:
             "tokens_per_s": record.num_tokens / seconds, "data_wait_s": data_wait_s, "seconds": seconds,
             "weight_sum": record.weight_sum, "num_samples": record.num_samples, "num_tokens": record.num_tokens,
             "num_supervised_tokens": record.num_supervised_tokens, "cluster_loss": record.cluster_loss,
-            "cluster_samples": record.cluster_samples,
+            "cluster_samples": record.cluster_samples, "micro_steps": record.num_micro_steps, "fillers": record.num_fillers,
+            "predicted_skew": record.predicted_skew, "skew": record.skew,
         }
         self._append("log", entry)
         self._append("census", {"step": step + 1, "epoch": epoch, "weight_sum": record.weight_sum, "rows": record.rows})

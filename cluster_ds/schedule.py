@@ -1,13 +1,11 @@
-"""Stage 7: plan -> the sequence of global batches -> rank slices -> micro-batches. Pure numpy.
+"""Stage 7: plan -> the sequence of global batches. Pure numpy.
 
-The sequence is a pure function of (plan, seed, epoch, step), also where every epoch draws its own samples; the number of
-ranks W only decides how a global batch is cut. Shapes: M kept samples, B global batch, S = ceil(M / B) steps an epoch, W
-ranks, G micro-batches a step of micro_batch_size samples each.
+It is a pure function of (plan, seed, epoch, step), also where every epoch draws its own samples; the number of ranks only
+decides how a global batch is cut (`allocation`). Shapes: M kept samples, B global batch, S = ceil(M / B) steps an epoch.
 """
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,78 +117,3 @@ class Schedule:
         tokens = self.plan.num_supervised_tokens[rows]
         denominator = float(len(rows)) if self.normalization == "sample_mean" else float(weights @ tokens)
         return GlobalBatch(rows, weights, denominator)
-
-
-@dataclass(frozen=True)
-class RankBatch:
-    """One rank's share of a global batch: int64 and float64 [G, micro_batch_size]; fillers have weight 0."""
-
-    rows: np.ndarray
-    weights: np.ndarray
-    is_filler: np.ndarray
-
-
-def accumulation_steps(global_batch_size: int, micro_batch_size: int, dp_world_size: int) -> int:
-    """G, the micro-batches a rank runs in one step.
-
-    Raises:
-        ValueError: naming the sizes that would fit, if W x micro_batch_size does not divide B.
-    """
-    per_pass = micro_batch_size * dp_world_size
-    if global_batch_size % per_pass == 0:
-        return global_batch_size // per_pass
-    micro = [m for m in range(1, global_batch_size // dp_world_size + 1) if global_batch_size % (m * dp_world_size) == 0]
-    world = [w for w in range(1, global_batch_size + 1) if global_batch_size % (micro_batch_size * w) == 0]
-    lower = global_batch_size // per_pass * per_pass
-    near = [str(b) for b in (lower, lower + per_pass) if b]
-    options = [f"global_batch_size {' or '.join(near)}"]
-    if micro:
-        options.append(f"micro_batch_size {', '.join(map(str, micro))}")
-    if world:
-        options.append(f"{', '.join(map(str, world))} ranks")
-    raise ValueError(
-        f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size {micro_batch_size} x "
-        f"{dp_world_size} ranks = {per_pass}; these would fit: {'; or '.join(options)}"
-    )
-
-
-def rank_batch(
-    schedule: Schedule, batch: GlobalBatch, *, dp_rank: int, dp_world_size: int, micro_batch_size: int, allocation: str
-) -> RankBatch:
-    """Cut one rank's share out of a global batch.
-
-    `cluster`: slots sorted by cluster, cut into W contiguous pieces, so that each rank has its own clusters, and
-    interleaved over the rank's micro-batches. `tokens`: dealt by length so that ranks finish together, micro-batches of
-    like lengths. The free slots of a short last batch are copies of the shortest row with weight 0.
-    """
-    accumulation = accumulation_steps(schedule.global_batch_size, micro_batch_size, dp_world_size)
-    share = schedule.global_batch_size // dp_world_size
-    plan = schedule.plan
-    if allocation == "cluster":
-        order = np.lexsort((np.arange(len(batch.rows)), plan.cluster[batch.rows]))
-        piece = np.array_split(order, dp_world_size)[dp_rank]
-    elif allocation == "tokens":
-        piece = _deal(plan.num_tokens[batch.rows], dp_world_size, share)[dp_rank]
-    else:
-        raise ValueError(f"allocation {allocation!r}: cluster or tokens")
-    fill = share - len(piece)
-    rows = np.concatenate([batch.rows[piece], np.full(fill, schedule.filler)])
-    weights = np.concatenate([batch.weights[piece], np.zeros(fill)])
-    is_filler = np.arange(share) >= len(piece)
-    if allocation == "cluster":
-        grid = np.arange(share).reshape(micro_batch_size, accumulation).T
-    else:
-        grid = np.argsort(-plan.num_tokens[rows], kind="stable").reshape(accumulation, micro_batch_size)
-    return RankBatch(rows[grid], weights[grid], is_filler[grid])
-
-
-def _deal(lengths: np.ndarray, world: int, share: int) -> list[np.ndarray]:
-    """Longest first, each to the least loaded rank that has a free slot; ties to the lower rank."""
-    hands: list[list[int]] = [[] for _ in range(world)]
-    loads = [(0, rank) for rank in range(world)]
-    for i in np.argsort(-lengths, kind="stable"):
-        load, rank = heapq.heappop(loads)
-        hands[rank].append(int(i))
-        if len(hands[rank]) < share:
-            heapq.heappush(loads, (load + int(lengths[i]), rank))
-    return [np.array(sorted(hand), dtype=np.int64) for hand in hands]

@@ -79,3 +79,9 @@ def shape_of(name_or_path: str, folder: Path | None) -> ModelShape | None:
         getattr(config, "num_key_value_heads", None) or heads, config.vocab_size,
         bool(getattr(config, "tie_word_embeddings", False)),
     )
+
+
+def quadratic_cost(folder: Path) -> float:
+    """C of a sample's cost l + c l^2 of l tokens: causal attention's products beside the layers' matrices; 0 if unknown."""
+    shape = shape_of(str(folder), folder)
+    return 0.0 if shape is None else shape.hidden_size / shape.layer_parameters

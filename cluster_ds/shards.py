@@ -1,4 +1,4 @@
-"""Where proxies lie on disk: rows in batches, batches in shards, each shard a file of its own.
+"""Stage 3a: where proxies lie on disk: rows in batches, batches in shards, each shard a file of its own.
 
 Batches are a pure function of the lengths and a token budget, made over all rows before ranks take them, so proxies do not
 depend on the number of ranks. They are dealt to shards of equal work. A shard is one safetensors file that is memory-mapped

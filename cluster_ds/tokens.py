@@ -334,3 +334,32 @@ def pad_batch(samples: Iterable[dict[str, Any]], pad_id: int) -> dict[str, np.nd
         labels[row, :length] = sample["labels"]
         attention_mask[row, :length] = 1
     return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+
+
+def pack_batch(samples: Iterable[dict[str, Any]], lines: np.ndarray, pad_id: int) -> dict[str, np.ndarray]:
+    """Lay samples end to end in lines [P, T]; positions begin anew with each, so that attention stays inside.
+
+    Args:
+        samples: n of them.
+        lines: int64 [n], the line of each.
+        pad_id: fills what is left of a line, whose positions make a sample of their own.
+    Returns:
+        "input_ids", "labels", "position_ids" int64 [P, T]; "sample" int64 [P, T], whose number each token is (0 in padding).
+        No token is asked of the sample before it.
+    """
+    samples = list(samples)
+    lengths = np.array([len(s["input_ids"]) for s in samples])
+    ends = np.bincount(lines, lengths).astype(np.int64)
+    shape = (len(ends), int(ends.max()))
+    input_ids, labels = np.full(shape, pad_id, dtype=np.int64), np.full(shape, IGNORE_INDEX, dtype=np.int64)
+    positions, owner = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    filled = np.zeros(len(ends), dtype=np.int64)
+    for number, (sample, line, length) in enumerate(zip(samples, lines, lengths, strict=True)):
+        here = slice(filled[line], filled[line] + length)
+        input_ids[line, here], owner[line, here], positions[line, here] = sample["input_ids"], number, np.arange(length)
+        labels[line, here] = sample["labels"]
+        labels[line, here.start] = IGNORE_INDEX
+        filled[line] += length
+    for line, end in enumerate(ends):
+        positions[line, end:] = np.arange(shape[1] - end)
+    return {"input_ids": input_ids, "labels": labels, "position_ids": positions, "sample": owner}

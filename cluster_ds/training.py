@@ -1,4 +1,4 @@
-"""Stage 12: the loop: step, log, checkpoint, export; the same command continues where it was stopped."""
+"""Stage 13: the loop: step, log, checkpoint, export; the same command continues where it was stopped."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from .checkpoint import (
 from .distributed import Ranks, ensure_process_group
 from .ds_config import resolve_config, zero_stage
 from .engine import ClusterEngine, initialize, join_deepspeed
+from .estimate import batch_text, skew_text
 from .files import is_committed, read_json, require_ours, require_space, write_text
 from .loader import ClusterLoader
 from .memory import is_out_of_memory, peak_memory
@@ -37,11 +38,13 @@ from .prepare import Prepared
 from .recipe import Recipe, TrainSection
 from .run_log import RunLog
 from .schedule import Schedule
+from .shapes import quadratic_cost
 from .watch import LOADING, Stopped, Watch
 
 # What may change between two starts of one run: none of it changes what is learnt.
 _FREE_TO_CHANGE = {
-    "micro_batch_size", "gradient_checkpointing", "num_workers", "checkpoint_every", "keep_checkpoints", "export_dtype",
+    "micro_batch_size", "packing", "max_tokens", "tokens_per_micro_batch", "gradient_checkpointing",
+    "num_workers", "checkpoint_every", "keep_checkpoints", "export_dtype",
     "hang_timeout_s", "max_nonfinite_steps",
 }
 
@@ -86,7 +89,7 @@ def train(
     ensure_process_group(ranks)
     started = time.perf_counter()
     dtype = getattr(torch, recipe.train.export_dtype)
-    with peak_memory("training", ranks), _explained(recipe.train):
+    with peak_memory("training", ranks), _explained(recipe):
         engine, loader = build_training(recipe, prepared, config, ranks)
         if step < num_steps:
             needed = checkpoint_bytes(engine) + export_bytes(engine, dtype)
@@ -201,15 +204,17 @@ def build_training(
 
     engine, _, loader, _ = initialize(
         model=model, config=config, dataset=prepared.tokens, plan=prepared.plan, epochs=t.epochs, seed=t.seed,
-        normalization=t.normalization, allocation=t.allocation, optimizer=optimizer, lr_scheduler=scheduler,
+        normalization=t.normalization, allocation=t.allocation, packing=recipe.packing,
+        quadratic_cost=quadratic_cost(prepared.model_folder), optimizer=optimizer, lr_scheduler=scheduler,
         pad_id=pad_token_id(prepared.tokenizer), num_workers=t.num_workers,
     )
-    accumulation = config["gradient_accumulation_steps"]
     ranks.print(
-        f"[train] {ranks.world_size} ranks x {t.micro_batch_size} samples x {accumulation} micro-batches = "
-        f"{t.global_batch_size} a step; {engine.schedule.steps_per_epoch} steps an epoch, {engine.schedule.num_steps} in "
-        f"all; ZeRO {zero_stage(config)}, {t.precision}, {t.optimizer}"
+        f"[train] {batch_text(recipe, ranks.world_size)}; {engine.schedule.steps_per_epoch} steps an epoch, "
+        f"{engine.schedule.num_steps} in all; ZeRO {zero_stage(config)}, {t.precision}, {t.optimizer}"
     )
+    if ranks.is_main and ranks.world_size > 1:
+        attention = loader.batches.allocator.quadratic_cost
+        ranks.print(f"[train] {skew_text(prepared.plan, recipe, ranks.world_size, attention)}")
     return engine, loader
 
 
@@ -288,7 +293,7 @@ def _judge_step(train: TrainSection, engine: ClusterEngine, step: int, num_left_
 
 
 @contextmanager
-def _explained(train: TrainSection) -> Iterator[None]:
+def _explained(recipe: Recipe) -> Iterator[None]:
     """Turn what kills a training loop into what to change."""
     try:
         yield
@@ -297,15 +302,13 @@ def _explained(train: TrainSection) -> Iterator[None]:
         if "DataLoader worker" in text and ("exited unexpectedly" in text or "killed by signal" in text):
             raise ValueError(
                 f"a data loader worker died ({text}): if the machine is short of memory, lower train.num_workers from "
-                f"{train.num_workers}; the same command continues from the last checkpoint"
+                f"{recipe.train.num_workers}; the same command continues from the last checkpoint"
             ) from error
         if not is_out_of_memory(error):
             raise
-        half = max(1, train.micro_batch_size // 2)
         raise ValueError(
-            f"out of memory in training: lower train.micro_batch_size from {train.micro_batch_size} to {half} (the global "
-            "batch and the result stay the same)"
-            + ("" if train.gradient_checkpointing else ", set train.gradient_checkpointing to true")
+            f"out of memory in training: lower {recipe.smaller_micro_batch} (the global batch and the result stay the same)"
+            + ("" if recipe.train.gradient_checkpointing else ", set train.gradient_checkpointing to true")
             + "; the same command continues from the last checkpoint. Or use a higher ZeRO stage (deepspeed.config) or more "
             f"GPUs, in another --output_dir ({text})"
         ) from error

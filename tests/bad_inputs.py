@@ -265,6 +265,9 @@ CASES = [
     Case("a key in both places", ds_config({"gradient_clipping": 0.5}), "gradient_clipping is 0.5, but the recipe makes it 1.0: remove it here", script="train.py"),
     Case("Adafactor with shards", ds_config({"zero_optimization": {"stage": 2}}, "train.optimizer=adafactor"), "Adafactor at ZeRO stage 2 is not Adafactor", script="train.py"),
     Case("batch sizes that do not divide", settings("train.micro_batch_size=3"), r"global_batch_size 8 is not a multiple of micro_batch_size 3 x 1 ranks = 3; these would fit: .*micro_batch_size 1, 2, 4, 8", script="train.py"),
+    Case("packs shorter than samples", settings("train.packing=true", "train.max_tokens=100"), "packs of train.max_tokens 100 are shorter than samples of data.max_length 320 may be", script="train.py"),
+    Case("a pack that fits no micro-batch", settings("train.packing=true", "train.tokens_per_micro_batch=200"), "packs of 320 tokens do not fit into tokens_per_micro_batch 200: lower train.max_tokens or raise", script="train.py"),
+    Case("packs without packing", settings("train.max_tokens=400"), "max_tokens given without packing: true", script="train.py"),
     Case("a GPU recipe without a GPU", settings("deepspeed.config=zero2"), "is for GPUs, and this machine shows none.*--recipe quickstart.*--dry_run", script="train.py"),
     Case("resume from nowhere", rows_are(ROWS, "--resume", "step-00000007"), "--resume step-00000007: no such checkpoint in .*checkpoints, which has none", script="train.py"),
     # too few

@@ -47,7 +47,7 @@ def test_adafactor_needs_stage_0(tmp_path, stage):
         ({"gradient_clipping": 1.0}, "gradient_clipping is 1.0, but the recipe makes it 0.0"),
         ({"train_batch_size": 32}, "train_batch_size is 32, but the recipe makes it 64"),
         ({"optimizer": {"type": "AdamW"}}, "optimizer belongs to the recipe"),
-        ({"fp16": {"enabled": True}}, "fp16 is .* which train.precision does not use"),
+        ({"fp16": {"enabled": True}}, "fp16 is .* which the recipe's train section does not use"),
         ({"zero_optimisation": {"stage": 2}}, "unknown key zero_optimisation; did you mean zero_optimization"),
     ],
 )

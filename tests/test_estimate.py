@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cluster_ds.ds_config import resolve_config
-from cluster_ds.estimate import arms_of, memory_per_gpu, padded_tokens, steps_text, total_bytes
+from cluster_ds.estimate import arms_of, loads_of_steps, memory_per_gpu, steps_text, total_bytes
 from cluster_ds.recipe import TrainSection, load_recipe
 from cluster_ds.shapes import DATASET_ROWS, SHAPES, ModelShape
 
@@ -73,7 +73,7 @@ def test_what_does_not_fit():
     train = train_section(precision="bf16")
     assert total_bytes(memory_per_gpu(THIRTEEN, train, resolve_config("zero2", train, 4), 4, 1216)) > 80e9
     long = memory_per_gpu(SEVEN, train_section(micro_batch_size=32), resolve_config("zero2", train_section(micro_batch_size=32), 4), 4, 4096)
-    assert long["logits"] > 80e9
+    assert 32 * 4096 * 32000 * 20 > 80e9 and long["loss"] < 3e9  # what whole logits would take, and a chunk of them does
     plain = train_section(gradient_checkpointing=False)
     once, every = (memory_per_gpu(SEVEN, t, resolve_config("zero2", t, 4), 4, 1024)["activations"] for t in (train, plain))
     assert every > 10 * once
@@ -85,16 +85,21 @@ def test_magicoders_steps():
     assert steps_text(1024, train_section()) == "2 steps an epoch, 4 in all"
 
 
-def test_padded_tokens_by_hand():
+def test_loads_by_hand():
     """Two clusters of two samples, two ranks, one sample a micro-batch: each rank runs its own cluster's two samples."""
     plan = hand_plan([0, 0, 1, 1], num_tokens=[3, 4, 10, 20])
-    one = train_section(epochs=1, global_batch_size=4, micro_batch_size=1)
-    assert padded_tokens(plan, one, 2).tolist() == [30]
-    two = train_section(epochs=1, global_batch_size=4, micro_batch_size=2)
-    assert padded_tokens(plan, two, 2).tolist() == [40]  # 10 is padded to 20
-    alone = train_section(epochs=3, global_batch_size=4, micro_batch_size=1)
-    assert padded_tokens(plan, alone, 1).tolist() == [37, 37, 37]
-    assert padded_tokens(plan, alone, 1, num_steps=2).tolist() == [37, 37]
+
+    def loads(world, attention=0.0, num_steps=None, max_length=32, **train):
+        recipe = load_recipe("tiny", [f"data.max_length={max_length}"])
+        recipe = recipe.model_copy(update={"train": train_section(epochs=1, global_batch_size=4, **train)})
+        return loads_of_steps(plan, recipe, world, attention, num_steps).tolist()
+
+    assert loads(2, micro_batch_size=1) == [[7, 30]]
+    assert loads(2, micro_batch_size=2) == [[8, 40]]  # 3 is padded to 4, 10 to 20
+    assert loads(2, attention=0.1, micro_batch_size=1) == [[7 + 0.1 * 25, 30 + 0.1 * 500]]
+    assert loads(1, num_steps=2, micro_batch_size=1) == [[37]]
+    assert loads(2, micro_batch_size=1, packing=True) == [[7, 30]]  # packs of 32
+    assert loads(2, micro_batch_size=1, packing=True, allocation="tokens") == [[20, 17]]
 
 
 def test_the_arms_have_the_same_budget():

@@ -27,7 +27,7 @@ def zero_table() -> list[str]:
         shape = SHAPES[f"codellama/CodeLlama-{size}-Python-hf"]
         m = memory_per_gpu(shape, t, resolve_config(config, t, ranks), ranks, 1216)
         gradients = m["gradients"] + m["fp32 accumulation"]
-        rest = m["activations"] + m["logits"] + m["autocast copies"] + m["reserve"]
+        rest = m["activations"] + m["loss"] + m["autocast copies"] + m["reserve"]
         total = total_bytes(m) / 1e9
         host = f" (+ {m['on the host'] / 1e9:.0f} on the host)" if "on the host" in m else ""
         cells = [f"{v / 1e9:.1f}" for v in (m["parameters"], gradients, m["optimizer"], m["buckets"], rest)]

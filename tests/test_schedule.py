@@ -3,17 +3,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster_ds.schedule import Schedule, accumulation_steps, epoch_order, rank_batch
+from cluster_ds.allocation import Allocator, accumulation_steps
+from cluster_ds.schedule import Schedule, epoch_order
 
 from .conftest import hand_plan
 
 
+class Share:
+    """A rank's padded micro-batches as arrays [G, micro_batch_size]."""
+
+    def __init__(self, parts):
+        self.rows, self.weights, self.is_filler = (np.stack([getattr(p, k) for p in parts]) for k in ("rows", "weights", "is_filler"))
+
+
 def shares(schedule, step, world, micro, allocation):
     batch = schedule.batch(step)
-    return batch, [
-        rank_batch(schedule, batch, dp_rank=r, dp_world_size=world, micro_batch_size=micro, allocation=allocation)
-        for r in range(world)
-    ]
+    return batch, [Share(parts) for parts in Allocator(world, allocation, micro).cut(schedule, batch)]
 
 
 def test_one_epoch_by_hand():
@@ -186,9 +191,8 @@ def test_another_draw_every_epoch_is_a_function_of_seed_and_epoch(tmp_path):
         for epoch in range(3):
             assert sorted(seen[epoch]) == np.flatnonzero(arm.kept_in(epoch)).tolist()
         for world in (1, 2, 4):  # ranks only cut it
-            cut = [rank_batch(schedule, schedule.batch(9), dp_rank=r, dp_world_size=world, micro_batch_size=2, allocation="tokens")
-                   for r in range(world)]
-            assert sorted(np.concatenate([c.rows.ravel() for c in cut])) == sorted(schedule.batch(9).rows)
+            batch, cut = shares(schedule, 9, world, 2, "tokens")
+            assert sorted(np.concatenate([c.rows.ravel() for c in cut])) == sorted(batch.rows)
         # The position is one integer: a new schedule in the middle gives what the first one gave.
         again = Schedule(arm, global_batch_size=16, epochs=3).batch(10)
         np.testing.assert_array_equal(again.rows, schedule.batch(10).rows)

@@ -51,6 +51,28 @@ def mean_loss_of_each(outputs, batch):
     return losses.sum(dim=1) / (labels != -100).sum(dim=1)
 
 
+def scaled_llama():
+    """As models do that scale their logits behind the head."""
+    model = tiny_llama(initializer_range=0.5)
+    model.register_forward_hook(lambda _, __, out: setattr(out, "logits", out.logits * 0.5) or out)
+    return model
+
+
+def leaking_llama():
+    """As models do that have no notion of packs: every layer attends to all that stands before."""
+    model = tiny_llama(attn_implementation="eager", initializer_range=0.5)
+    for layer in model.model.layers:
+        attention = layer.self_attn.forward
+
+        def forward(*args, f=attention, attention_mask=None, **how):
+            length = how["hidden_states"].shape[1]
+            causal = torch.full((length, length), float("-inf")).triu(1)[None, None]
+            return f(*args, attention_mask=causal, **how)
+
+        layer.self_attn.forward = forward
+    return model
+
+
 def one_spawn(rank, world):
     import cluster_ds
 
@@ -100,6 +122,13 @@ def one_spawn(rank, world):
         difference = max((gradients[n] - g).abs().max().item() for n, g in expected.items())
         out[f"loss_fn {name}"] = (engine.last_loss, builtin.last_loss, difference)
     out["loss_fn scalar"] = message(lambda: first_step(samples, weighted, **{**own, "loss_fn": lambda o, b: o.logits.mean()}))
+    for name, model, how in (("scaled", scaled_llama(), {}), ("leaking", leaking_llama(), {"packing": cluster_ds.Packing(60, 60)})):
+        config = {k: v for k, v in CONFIG.items() if not how or "micro" not in k}
+        wrong, _, loader, _ = cluster_ds.initialize(
+            model=model, config=config, dataset=samples, plan=plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **how
+        )
+        out[name] = message(lambda wrong=wrong, loader=loader: wrong(next(iter(loader))))
+    out["packed loss_fn"] = message(lambda: first_step(samples, weighted, **{**own, "packing": cluster_ds.Packing(60, 60)}))
     out["step_vote"] = engine.last_record.num_stop_votes
 
     bf16 = {**CONFIG, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
@@ -180,3 +209,10 @@ def test_a_data_set_in_another_order_is_refused(found):
 def test_bf16_at_stage_0_starts_from_the_weights_without_a_step(found):
     steps, drift = found[0]["phantom"]
     assert set(steps) <= {0} and drift == 0.0
+
+
+def test_losses_that_would_be_wrong_are_refused_on_the_first_batch(found):
+    for rank in found:
+        assert "LlamaForCausalLM: its losses are not what its output embeddings make of its hidden states" in rank["scaled"]
+        assert "a sample's losses change when others stand before it in its pack: set train.packing to false" in rank["leaking"]
+        assert "packing needs a Hugging Face causal language model" in rank["packed loss_fn"]

@@ -28,6 +28,7 @@ class Case:
     optimizer: str = "sgd"
     clipping: float = 0.0
     skewed: bool = False
+    packed: bool = False
     sabotage: str = ""
 
     @property
@@ -71,6 +72,7 @@ COVER = [  # pairwise cover of clusters x normalization x allocation x last batc
 ]
 CASES = [Case(s, a, *rest) for s, a, rest in itertools.product((0, 1, 2, 3), (1, 4), COVER)]
 CLIPPED = [Case(s, 4, 4, "sample_mean", "cluster", "short", clipping=0.5, skewed=True) for s in (0, 1, 2, 3)]
+PACKED = [Case(s, a, *rest, packed=True) for s, a, rest in itertools.product((0, 1, 2, 3), (1, 4), COVER)]
 ADAMW = [Case(s, 4, 3, "token_mean", "tokens", "short", optimizer="adamw", skewed=True) for s in (0, 1, 2, 3)]
 ADAFACTOR = [Case(0, a, 4, "sample_mean", "cluster", "short", optimizer="adafactor", skewed=True) for a in (1, 4)]
 SABOTAGED = [
@@ -93,19 +95,20 @@ def make_optimizer(case, parameters):
 def sabotage(kind, loader):
     """Change one thing on purpose; the comparison must notice."""
     batches = loader.batches
-    if kind == "slice" and batches.cut["dp_rank"] == 1:
-        batches.cut["dp_rank"] = 0
+    if kind == "slice" and batches.dp_rank == 1:
+        batches.dp_rank = 0
     elif kind:
         original = type(batches).__getitem__
 
         class Sabotaged(type(batches)):
-            def __getitem__(self, number):
-                batch = original(self, number)
-                if kind == "weight":
-                    batch["sample_weight"] = (batch["sample_weight"] > 0).double()
-                elif kind == "denominator":
-                    batch["denominator"] *= 1.01
-                return batch
+            def __getitem__(self, step):
+                batches = original(self, step)
+                for batch in batches:
+                    if kind == "weight":
+                        batch["sample_weight"] = (batch["sample_weight"] > 0).double()
+                    elif kind == "denominator":
+                        batch["denominator"] *= 1.01
+                return batches
 
         batches.__class__ = Sabotaged
 
@@ -129,6 +132,7 @@ def train_cases(rank, world, cases):
         engine, _, loader, _ = cluster_ds.initialize(
             model=model, config=case.config(), dataset=samples, plan=plan, normalization=case.normalization,
             allocation=case.allocation, optimizer=make_optimizer(case, model.parameters()), epochs=1, seed=1,
+            packing=cluster_ds.Packing(40, 80) if case.packed else None, quadratic_cost=0.01,
         )
         sabotage(case.sabotage, loader)
         named = list(engine.engine.module.named_parameters())
@@ -206,13 +210,15 @@ def update_error(found, expected):
 
 @pytest.fixture(scope="module")
 def trained():
-    cases = CASES + CLIPPED + ADAMW + ADAFACTOR + SABOTAGED
+    cases = CASES + PACKED + CLIPPED + ADAMW + ADAFACTOR + SABOTAGED
     rank0, rank1 = run_on_ranks(train_cases, WORLD, cases)
     return {case: (a, b) for case, a, b in zip(cases, rank0, rank1, strict=True)}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + PACKED, ids=str)
 def test_every_gradient_and_the_update(trained, case):
+    """Packed samples stand end to end: the sums have another order."""
+    bar = 1e-5 if case.packed else 1e-6
     found, other = trained[case]
     _, weights = reference(case)
     expected, _ = reference(case, [before for _, _, before in found["steps"]])
@@ -221,15 +227,15 @@ def test_every_gradient_and_the_update(trained, case):
         found["steps"], expected, strict=True
     ):
         whole, worst = gradient_error(gradients, reference_gradients)
-        assert whole <= 1e-6 and worst <= 1e-5, (whole, worst)
+        assert whole <= bar and worst <= 10 * bar, (whole, worst)
         assert record.loss == pytest.approx(loss, rel=1e-6)
         assert record.weight_sum == pytest.approx(weight_sum, rel=1e-12)
         assert record.num_samples == num_samples == sum(record.cluster_samples)
-    assert update_error(found["weights"], weights) <= 1e-6
+    assert update_error(found["weights"], weights) <= bar
     assert all(torch.equal(found["weights"][n], other["weights"][n]) for n in weights)  # ranks end alike
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + PACKED, ids=str)
 def test_census(trained, case):
     _, plan = case.data()
     found, other = trained[case]

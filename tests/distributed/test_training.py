@@ -29,6 +29,8 @@ RUNS = {  # name: (tied embeddings, overrides); stage 3 first: zero.Init must no
     "pure_bf16": (True, ["deepspeed.config=zero0", "train.precision=pure_bf16", "train.optimizer=adafactor"]),
     "checkpointing": (True, ["deepspeed.config=zero2", "train.precision=fp32", "train.gradient_checkpointing=true"]),
     "dropout": ("dropout", ["deepspeed.config=zero2", "train.precision=fp32"]),
+    "packed": (True, ["deepspeed.config=zero2", "train.precision=fp32", "train.packing=true", "train.tokens_per_micro_batch=64"]),
+    "packed_bf16_3": (True, ["deepspeed.config=zero3", "train.packing=true", "train.gradient_checkpointing=true"]),
     "workers": (True, ["deepspeed.config=zero2", "train.precision=fp32", "train.num_workers=2"]),
 }
 RECIPE = """\
@@ -157,7 +159,8 @@ def test_resumed_behind_step_3_ends_with_the_same_bits(runs, name):
     ("name", "like", "tolerance"),
     [
         ("stage2", "stage0", 1e-5), ("stage3", "stage0", 1e-5), ("untied3", "untied2", 1e-5),
-        ("checkpointing", "stage2", 1e-5), ("workers", "stage2", 0.0), ("bf16_3", "bf16_2", 0.05), ("offload", "bf16_3", 0.05), ("bf16_1", "bf16_2", 0.05),
+        ("checkpointing", "stage2", 1e-5), ("workers", "stage2", 0.0), ("packed", "stage2", 1e-5), ("bf16_3", "bf16_2", 0.05),
+        ("packed_bf16_3", "bf16_3", 0.05), ("offload", "bf16_3", 0.05), ("bf16_1", "bf16_2", 0.05),
         ("bf16_0", "bf16_2", 0.05), ("bf16_2", "stage2", 0.2),
     ],
 )
@@ -183,3 +186,15 @@ def test_learning_rates_follow_the_formula(runs):
         expected = 1e-3 * (i / warmup if i < warmup else 0.5 * (1 + math.cos(math.pi * progress)))
         assert entry["lr"] == pytest.approx(expected, rel=1e-9, abs=1e-12)
         assert entry["grad_norm"] > 0 and len(entry["cluster_loss"]) == 2 and entry["data_wait_s"] >= 0
+
+
+def test_packs_and_skew_are_in_the_log(runs):
+    entries = [json.loads(line) for line in (runs[0] / "packed" / "log.jsonl").read_text().splitlines()]
+    padded = [json.loads(line) for line in (runs[0] / "stage2" / "log.jsonl").read_text().splitlines()]
+    assert [e["num_tokens"] for e in entries] == [e["num_tokens"] for e in padded]
+    assert {e["micro_steps"] for e in padded} == {2} and all(e["micro_steps"] >= 2 for e in entries)
+    for entry in (*entries, *padded):
+        assert 1.0 <= entry["predicted_skew"] < 2.0 and 1.0 <= entry["skew"] <= 2.0
+    tails = {e["step"]: 8 - e["num_samples"] for e in padded}
+    assert {e["step"]: e["fillers"] for e in padded} == tails  # slots of a short last batch
+    assert sum(e["fillers"] for e in entries) <= sum(tails.values())
