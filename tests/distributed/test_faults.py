@@ -106,6 +106,7 @@ def test_ctrl_c_on_a_job_script(unbroken, times):
         job = subprocess.Popen(
             ["bash", str(ROOT / "recipes" / "tiny.sh"), *JOB, "--output_dir", str(output)], stdout=log,
             stderr=subprocess.STDOUT, env=environment, process_group=0,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a test run in the background ignores
         )
     wait_until(job, lambda: steps_done(output) >= 2)
     processes = family(job)
