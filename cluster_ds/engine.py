@@ -22,13 +22,13 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from .allocation import Allocation, Allocator, Packing
 from .distributed import assert_ranks_agree, build_cpu_communication, forget_shared_buffers, on_gpu
 from .ds_config import with_batch_arithmetic, zero_stage
 from .loader import ClusterLoader, Collate, pack, pad, stack
-from .loss import LossHead, supervised_positions, weighted_terms
+from .loss import LossHead, logits_cross_entropy, supervised_positions, weighted_terms
+from .loss_check import require_right_losses
 from .plan import Plan
 from .schedule import Schedule
 
@@ -38,9 +38,6 @@ _NOT_FOR_MODEL = (
     "labels", "sample", "sample_weight", "is_filler", "row", "cluster", "denominator", "predicted_skew", "step",
     "micro_step", "is_last",
 )
-_TOKEN_INPUTS = {"input_ids", "attention_mask", "position_ids"}  # of a model that takes nothing else, and can be checked
-_CHECKED_TOKENS = 256  # logits of more would need memory that training does not
-_TOLERANCE, _TOLERANCE_16_BITS = 1e-3, 0.1  # nats, of mean token losses computed in two ways
 
 
 @dataclass(frozen=True)
@@ -118,9 +115,10 @@ class ClusterEngine:
         names = set(batch) - set(_NOT_FOR_MODEL) if self._inputs is None else set(batch) & self._inputs
         inputs = {k: v.to(device, non_blocking=True) for k, v in batch.items() if k in names}
         weights, filler = (batch[k].to(device, non_blocking=True) for k in ("sample_weight", "is_filler"))
-        if not self._checked and set(inputs) <= _TOKEN_INPUTS:
-            self._check(inputs, batch)  # collective at stage 3
-        self._checked = True
+        if not self._checked:
+            self._checked = True
+            lengths = self.schedule.plan.num_tokens[batch["row"].numpy()]
+            require_right_losses(self.engine, self._losses_at, inputs, batch.get("sample"), lengths)  # collective at stage 3
         self._denominator, self._predicted_skew = batch["denominator"], batch["predicted_skew"]
         self._is_last = batch["is_last"]
         self.engine.set_gradient_accumulation_boundary(self._is_last)
@@ -153,36 +151,7 @@ class ClusterEngine:
         if self.head is not None:
             self.head.ask(lines, predictors, targets)
             return self.engine(**inputs, use_cache=False).logits
-        return _cross_entropy(self.engine(**inputs, use_cache=False).logits, lines, predictors, targets)
-
-    @torch.no_grad()
-    def _check(self, inputs: dict[str, torch.Tensor], batch: dict[str, Any]) -> None:  # collective at stage 3
-        """Refuse models whose loss would be wrong without a word; the same number of forward passes on every rank."""
-        training = self.engine.module.training
-        self.engine.eval()
-        start = {k: v[:1, :_CHECKED_TOKENS] for k, v in inputs.items()}
-        asked = supervised_positions(start["input_ids"].cpu())
-        logits = self.engine(**start, use_cache=False).logits
-        own = _cross_entropy(logits, *(t.to(logits.device) for t in asked))
-        name = type(self.engine.module).__name__
-        _require_alike(
-            self._losses_at(start, *asked), own, logits.dtype, f"{name}: its losses are not what its output embeddings make "
-            "of its hidden states: it scales or caps its logits, which is not supported",
-        )  # fmt: skip
-        if "sample" in batch:
-            first = batch["sample"][0]
-            chosen = int(first.max())
-            places = (first == chosen).nonzero()[:, 0][: int(self.schedule.plan.num_tokens[batch["row"][chosen]])]
-            ids = batch["input_ids"][:1, places]
-            lines, predictors, targets = asked = supervised_positions(ids)
-            alone = self._losses_at({"input_ids": ids.to(self.engine.device)}, *asked)
-            among = self._losses_at({k: v[:1] for k, v in inputs.items()}, lines, places[predictors], targets)
-            _require_alike(
-                among, alone, logits.dtype, f"{name} with attention {self.engine.module.config._attn_implementation}: a "
-                "sample's losses change when others stand before it in its pack: set train.packing to false, or "
-                "model.attn_implementation to sdpa",
-            )  # fmt: skip
-        self.engine.train(training)
+        return logits_cross_entropy(self.engine(**inputs, use_cache=False).logits, lines, predictors, targets)
 
     def _own_losses(self, outputs: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """`loss_fn`'s mean loss of each sample as sums over its supervised tokens, with their counts from the plan."""
@@ -389,20 +358,6 @@ def _loss_head(model: torch.nn.Module) -> LossHead | None:
     find = getattr(model, "get_output_embeddings", None)
     layer = find() if callable(find) else None
     return LossHead(layer) if isinstance(layer, torch.nn.Linear) else None
-
-
-def _cross_entropy(
-    logits: torch.Tensor, lines: torch.Tensor, predictors: torch.Tensor, targets: torch.Tensor
-) -> torch.Tensor:
-    """Token losses [n] from logits [B, T, V]; only supervised positions are raised to float32."""
-    chosen = logits[lines, predictors]
-    return F.cross_entropy(chosen if chosen.dtype == torch.float64 else chosen.float(), targets, reduction="none")
-
-
-def _require_alike(found: torch.Tensor, expected: torch.Tensor, kind: torch.dtype, problem: str) -> None:
-    difference = float((found - expected).abs().mean())
-    if difference > (_TOLERANCE if kind in (torch.float32, torch.float64) else _TOLERANCE_16_BITS):
-        raise ValueError(f"{problem} (by {difference:.3g} nats a token)")  # NaN passes here and is met in its step
 
 
 def _undo_phantom_step(engine: Any) -> None:

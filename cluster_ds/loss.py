@@ -36,6 +36,14 @@ def supervised_positions(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return samples, predictors, labels[samples, predictors + 1]
 
 
+def logits_cross_entropy(
+    logits: torch.Tensor, lines: torch.Tensor, predictors: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    """Token losses [n] at `supervised_positions` of logits [B, T, V]; only these are raised to float32."""
+    chosen = logits[lines, predictors]
+    return F.cross_entropy(chosen.to(_loss_dtype(chosen)), targets, reduction="none")
+
+
 def weighted_terms(
     sums: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor, normalization: str
 ) -> torch.Tensor:

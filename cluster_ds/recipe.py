@@ -6,7 +6,6 @@ the file and the line, before anything is loaded.
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import re
 from pathlib import Path
@@ -299,43 +298,6 @@ def load_recipe(name_or_path: str, overrides: list[str] | None = None) -> Recipe
     except ValidationError as error:
         problems = [_explain(dict(e), origin, str(path)) for e in error.errors()]
         raise ValueError("\n".join(dict.fromkeys(problems))) from None
-
-
-def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that every launcher shares."""
-    parser.add_argument("--recipe", required=True, metavar="NAME|PATH", help=f"one of {', '.join(available_recipes())}")
-    add_override_argument(parser)
-    parser.add_argument("--deepspeed_config", metavar="FILE", help="replaces deepspeed.config of the recipe")
-    parser.add_argument("--output_dir", type=Path, help="default: runs/<recipe name>")
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # passed by the deepspeed launcher
-    parser.add_argument("--stop_file", help=argparse.SUPPRESS)  # passed by launch/job.sh
-
-
-def add_override_argument(parser: argparse.ArgumentParser) -> None:
-    """`--set`, as often as wanted."""
-    parser.add_argument(
-        "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="e.g. selection.ratio=0.5"
-    )
-
-
-def positive(text: str) -> int:
-    """A command line's whole number above 0."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value
-
-
-def recipe_from_args(args: argparse.Namespace) -> tuple[Recipe, Path]:
-    """The recipe and the run's folder that the arguments of `add_recipe_arguments` ask for."""
-    overrides = list(args.overrides)
-    if args.deepspeed_config:
-        overrides.append(f"deepspeed.config={args.deepspeed_config}")
-    recipe = load_recipe(args.recipe, overrides)
-    return recipe, (args.output_dir or Path("runs") / recipe.name).expanduser().resolve()
 
 
 def _construct(node: yaml.MappingNode, path: Path, prefix: tuple[str, ...], origin: dict) -> dict[str, Any]:

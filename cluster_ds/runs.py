@@ -19,6 +19,7 @@ from rich.table import Table
 from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
+from .arguments import add_recipe_arguments, recipe_from_args
 from .distributed import PeerError, Ranks, is_peer_gone, ranks_of_job
 from .dry_run import duration, prediction_of, training_seconds
 from .files import is_disk_full, read_json, write_json
@@ -26,7 +27,7 @@ from .models import load_model, load_tokenizer, model_hash, pad_token_id
 from .plan import counts_text
 from .prepare import Prepared, cache_dir, extraction_dtype, prepare_tokens
 from .proxy import held_out_loss
-from .recipe import Recipe, add_recipe_arguments, recipe_from_args
+from .recipe import Recipe
 from .tokens import TokenTable
 from .training import TrainResult
 from .watch import EXIT_STOPPED, STOP_FILE, Stopped

@@ -6,9 +6,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from cluster_ds.arguments import add_recipe_arguments, recipe_from_args
 from cluster_ds.evaluation.command import add_code_arguments, add_shared_arguments, refusing, run_code, run_medical
 from cluster_ds.evaluation.results import resolve_model_folder
-from cluster_ds.recipe import add_recipe_arguments, recipe_from_args
 
 
 def run(args: argparse.Namespace) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from cluster_ds.arguments import add_override_argument, positive
 from cluster_ds.catalogue import checked, copy_recipe, device_note, list_recipes
 from cluster_ds.preflight import fetch, fetch_benchmarks, inventory, look, missing_for
-from cluster_ds.recipe import Recipe, add_override_argument, available_recipes, find_recipe, load_recipe, positive
+from cluster_ds.recipe import Recipe, available_recipes, find_recipe, load_recipe
 
 
 def show(args: argparse.Namespace) -> None:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from cluster_ds.arguments import positive
 from cluster_ds.checkpoint import find_checkpoint
 from cluster_ds.distributed import Ranks
 from cluster_ds.dry_run import dry_run
 from cluster_ds.preflight import require_ready
 from cluster_ds.prepare import prepare
-from cluster_ds.recipe import Recipe, positive
+from cluster_ds.recipe import Recipe
 from cluster_ds.run_log import census
 from cluster_ds.runs import evaluate_held_out, held_out_tokens, launch, open_run, print_summary
 from cluster_ds.training import train

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..arguments import positive
 from ..files import is_disk_full
 from ..hub import offline
-from ..recipe import positive
 from .code import evaluate_code
 from .generation import GenerationConfig
 from .medical import TASKS, MedicalConfig, choose_tasks, evaluate_medical
