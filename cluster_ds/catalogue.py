@@ -82,8 +82,7 @@ def memory_lines(shape: ModelShape, recipe: Recipe, ranks: int, detail: bool = T
     """Memory of each GPU in training in words, with a warning where it does not fit."""
     config = resolve_config(recipe.deepspeed.config, recipe.train, ranks)
     needed = memory_per_gpu(
-        shape, recipe.train, config, ranks, recipe.data.max_length, recipe.model.attn_implementation,
-        recipe.packing,
+        shape, recipe.train, config, ranks, recipe.data.max_length, recipe.model, recipe.packing,
     )
     total, room = total_bytes(needed), recipe.hardware.gpu_memory_gb
     parts = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in needed.items() if value >= 5e7)

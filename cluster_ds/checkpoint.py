@@ -20,8 +20,10 @@ import torch
 from .distributed import Ranks, on_gpu
 from .engine import ClusterEngine
 from .files import MANIFEST, commit_folder, fsync, read_json, require_space, write_json
+from .lora import Update, base_name, base_of, is_adapted, updates_of
 
 _SHARD_SIZE = "5GB"
+ADAPTER = "adapter"  # folder in an exported model
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,10 @@ def save_checkpoint(
         require_space(folder, checkpoint_bytes(engine), f"the checkpoint of step {step}")
 
     ranks.on_main(make_room)
-    engine.engine.save_checkpoint(str(folder), tag=tag_of(step), client_state={}, save_latest=False)  # collective
+    engine.engine.save_checkpoint(  # collective
+        str(folder), tag=tag_of(step), client_state={}, save_latest=False,
+        exclude_frozen_parameters=is_adapted(engine.engine.module),
+    )
     torch.save(_random_state(), target / f"random_rank_{ranks.rank}.pt")
     ranks.gather(True)  # every rank's files are written
 
@@ -76,24 +81,30 @@ def save_checkpoint(
 
 
 def checkpoint_bytes(engine: ClusterEngine) -> int:
-    """About what one checkpoint takes: weights, fp32 masters (ZeRO has them of fp32 weights too), AdamW's two moments."""
+    """About what one checkpoint takes: weights, fp32 masters (ZeRO has them of fp32 weights too), AdamW's two moments.
+
+    Of adapted models the adapters alone are saved.
+    """
     optimizer = engine.engine.basic_optimizer
     master = 0 if optimizer is engine.engine.optimizer else 4  # a bare optimizer works on the weights themselves
     total = 0
-    for number, size in _sizes(engine):
+    for parameter in engine.engine.module.parameters():
+        size = parameter.element_size()
         moments = 2 * (master or size) if isinstance(optimizer, torch.optim.AdamW) else 0
-        total += number * (size + master + moments)
+        if parameter.requires_grad:
+            total += _num_elements(parameter) * (size + master + moments)
+        elif not is_adapted(engine.engine.module):
+            total += _num_elements(parameter) * size
     return total
 
 
 def export_bytes(engine: ClusterEngine, dtype: torch.dtype) -> int:
     """What the exported weights take."""
-    return sum(n * dtype.itemsize for n, _ in _sizes(engine))
+    return sum(_num_elements(p) * dtype.itemsize for p in base_of(engine.engine.module).parameters())
 
 
-def _sizes(engine: ClusterEngine) -> list[tuple[int, int]]:
-    """(number of elements, bytes of one) of each parameter; at ZeRO stage 3 a parameter itself is empty."""
-    return [(getattr(p, "ds_numel", p.numel()), p.element_size()) for p in engine.engine.module.parameters()]
+def _num_elements(parameter: torch.nn.Parameter) -> int:
+    return getattr(parameter, "ds_numel", parameter.numel())  # at ZeRO stage 3 a parameter itself is empty
 
 
 def find_checkpoint(folder: Path, wanted: str | None = None) -> Found:
@@ -159,7 +170,8 @@ def load_checkpoint(engine: ClusterEngine, folder: Path, step: int, ranks: Ranks
             f"{target} was made by {saved} ranks, this run has {ranks.world_size}: ZeRO's optimizer shards do not "
             f"fit; start {saved} ranks, or another --output_dir"
         )
-    loaded, _ = engine.engine.load_checkpoint(str(folder), tag=tag_of(step))  # collective
+    strict = not is_adapted(engine.engine.module)
+    loaded, _ = engine.engine.load_checkpoint(str(folder), tag=tag_of(step), load_module_strict=strict)  # collective
     if loaded is None:
         raise ValueError(f"DeepSpeed could not load {target}")
     if engine.engine.optimizer is engine.engine.basic_optimizer:
@@ -174,6 +186,8 @@ def export_model(
 ) -> None:  # collective
     """Write the trained model as an ordinary Hugging Face folder and check that it loads with the same weights.
 
+    Adapters are merged into it, and lie in its folder `adapter` as peft reads them.
+
     Args:
         engine: all ranks take part, at ZeRO stage 3 the weights are gathered.
         tokenizer: saved beside the weights.
@@ -186,9 +200,14 @@ def export_model(
     """
     ranks.on_main(lambda: require_space(folder.parent, export_bytes(engine, dtype), "the exported model"))
     weights = _gather_weights(engine, dtype, ranks.is_main)
+    adapter = _gather_adapter(engine, ranks.is_main)
 
     def write() -> None:
-        model = engine.engine.module
+        base = base_of(engine.engine.module)
+        model = base
+        if is_adapted(engine.engine.module):  # whose layers are no longer those of its class
+            with torch.device("meta"):
+                model = type(base)(base.config)
         for name, value in weights.items():
             if value.numel() == 0 or not torch.isfinite(value).all():
                 raise ValueError(f"export: {name} is {'empty' if value.numel() == 0 else 'not finite'}: training diverged?")
@@ -197,6 +216,8 @@ def export_model(
             config = read_json(part / "config.json")
             write_json(part / "config.json", {**config, "dtype": str(dtype).removeprefix("torch.")})
             tokenizer.save_pretrained(part)
+            if adapter:
+                engine.engine.module.save_pretrained(part / ADAPTER, state_dict=adapter, save_embedding_layers=False)
             digests = {name: _digest(value) for name, value in weights.items()}
             weights.clear()  # the host holds one copy at a time
             _verify_export(type(model), part, digests)
@@ -236,20 +257,48 @@ def _restore_uncast(optimizer: torch.optim.Optimizer, file: Path) -> None:
 
 
 def _gather_weights(engine: ClusterEngine, dtype: torch.dtype, keep: bool) -> dict[str, torch.Tensor]:  # collective
-    """All weights on the CPU of rank 0; weights that the model shares stay shared."""
+    """All weights on the CPU of rank 0, adapters merged; weights that the model shares stay shared."""
     import deepspeed
 
-    module, copies, out = engine.engine.module, {}, {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    module, out = engine.engine.module, {}
+    copies: dict[int, torch.Tensor | None] = {}
+    updates = updates_of(module)
+    for own_name, parameter in module.named_parameters(remove_duplicate=False):
+        name = base_name(module, own_name)
+        if name is None:
+            continue
+        update = updates.get(name)
         if id(parameter) not in copies:
-            with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):  # collective
-                copies[id(parameter)] = parameter.detach().to("cpu", dtype, copy=True) if keep else None
+            needed = [parameter] if update is None else [parameter, update.a, update.b]
+            with deepspeed.zero.GatheredParameters(needed, enabled=hasattr(parameter, "ds_id")):  # collective
+                copies[id(parameter)] = _merged(parameter, update).to("cpu", dtype, copy=True) if keep else None
         out[name] = copies[id(parameter)]
     parameters = set(out)
-    for name, value in module.state_dict().items():  # persistent buffers
-        if name not in parameters:
+    for own_name, value in module.state_dict().items():  # persistent buffers
+        name = base_name(module, own_name)
+        if name is not None and name not in parameters:
             out[name] = value.detach().cpu()
     return {name: value for name, value in out.items() if value is not None}
+
+
+def _gather_adapter(engine: ClusterEngine, keep: bool) -> dict[str, torch.Tensor]:  # collective
+    """The adapters' own weights on the CPU of rank 0; nothing of a model without them."""
+    import deepspeed
+
+    module, out = engine.engine.module, {}
+    for name, parameter in module.named_parameters():
+        if base_name(module, name) is None:
+            with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):  # collective
+                if keep:
+                    out[name] = parameter.detach().to("cpu", copy=True)
+    return out
+
+
+def _merged(weight: torch.nn.Parameter, update: Update | None) -> torch.Tensor:
+    """The weight, with its adapter's update added in float32."""
+    if update is None:
+        return weight.detach()
+    return weight.detach().float() + update.scaling * (update.b.detach().float() @ update.a.detach().float())
 
 
 def _digest(value: torch.Tensor) -> bytes:

@@ -15,7 +15,7 @@ from .allocation import Allocator, Packing, accumulation_steps
 from .ds_config import zero_stage
 from .loss import CHUNK_ELEMENTS
 from .plan import Plan, random_part, unselected
-from .recipe import Recipe, TrainSection
+from .recipe import ModelSection, Recipe, TrainSection
 from .schedule import Schedule
 from .shapes import ModelShape
 
@@ -27,7 +27,7 @@ _OVERLAP_FACTOR = 4.5  # buckets in flight at stage 2 with overlap_comm, DeepSpe
 
 def memory_per_gpu(
     shape: ModelShape, train: TrainSection, config: dict[str, Any], world_size: int, max_length: int,
-    attn_implementation: str = "sdpa", packing: Packing | None = None,
+    model: ModelSection | None = None, packing: Packing | None = None,
 ) -> dict[str, float]:
     """Bytes of each component on one GPU in training; "on the host" is not on the GPU.
 
@@ -37,25 +37,31 @@ def memory_per_gpu(
         config: as resolved for DeepSpeed.
         world_size: W.
         max_length: T of the longest sample.
-        attn_implementation: "eager" holds B x heads x T x T scores.
+        model: the recipe's section; attention "eager" holds B x heads x T x T scores, adapters alone have gradients.
         packing: of samples into lines, which then are B.
     """
     zero = config.get("zero_optimization", {})
     stage, p = zero_stage(config), float(shape.num_parameters)
+    lora = model.lora if model is not None else None
+    trained = p
+    if lora is not None:
+        targets = None if lora.target_modules == "all-linear" else lora.target_modules
+        trained = float(shape.adapter_parameters(lora.rank, targets))
     size = 2 if train.precision in ("bf16", "pure_bf16") else 4
     parts = world_size if stage >= 1 else 1
-    masters = p * 4 if (size == 2 and train.precision == "bf16") or stage >= 1 else 0.0
-    moments = p * 8 if train.optimizer == "adamw" and train.precision != "pure_bf16" else 0.0
+    masters = trained * 4 if (size == 2 and train.precision == "bf16") or stage >= 1 else 0.0
+    moments = trained * 8 if train.optimizer == "adamw" and train.precision != "pure_bf16" else 0.0
     if train.precision == "pure_bf16":
-        moments = p * 4 if train.optimizer == "adamw" else 0.0
+        moments = trained * 4 if train.optimizer == "adamw" else 0.0
     if train.optimizer == "adafactor":
-        moments = shape.factored_parameters * 4.0
-    copy = p * 4 if stage == 0 and train.precision == "bf16" else 0.0  # fp32 gradients of the step
+        moments = (shape.factored_parameters if lora is None else trained) * 4.0
+    copy = trained * 4 if stage == 0 and train.precision == "bf16" else 0.0  # fp32 gradients of the step
     fp32_accumulation = config.get("data_types", {}).get("grad_accum_dtype") == "fp32" and size == 2
-    extra = {1: 4 * p, 2: 2 * p / world_size, 3: 2 * p / world_size}.get(stage, 0.0) if fp32_accumulation else 0.0
+    share = {1: 4.0, 2: 2 / world_size, 3: 2 / world_size}.get(stage, 0.0)
+    extra = trained * share if fp32_accumulation else 0.0
     states = (masters + moments) / parts
     offloaded = zero.get("offload_optimizer", {}).get("device") == "cpu"
-    gradients = p * size / (world_size if stage >= 2 else 1) + copy
+    gradients = trained * size / (world_size if stage >= 2 else 1) + copy
     on_host = 0.0
     if offloaded:  # DeepSpeed keeps the gradients' partition where the optimizer is
         on_host, states, gradients, extra = states + gradients + extra, 0.0, 0.0, 0.0
@@ -67,11 +73,11 @@ def memory_per_gpu(
     block = tokens * (2 * (10 * shape.hidden_size + 4 * shape.intermediate_size) + 8 * shape.hidden_size)
     if train.precision == "fp32":
         block *= 2
-    if attn_implementation == "eager":
+    if model is not None and model.attn_implementation == "eager":
         block += 6 * lines * shape.num_heads * length**2
     blocks = 1 if train.gradient_checkpointing else shape.num_layers
     needed: dict[str, float] = {
-        "parameters": p * size / (world_size if stage == 3 else 1),
+        "parameters": (p + (trained if lora is not None else 0.0)) * size / (world_size if stage == 3 else 1),
         "autocast copies": 2.0 * shape.layer_parameters if train.precision == "bf16_autocast" else 0.0,
         "gradients": gradients,
         "fp32 accumulation": extra,

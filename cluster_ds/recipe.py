@@ -26,12 +26,22 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
+class LoraSection(Section):
+    """Low-rank adapters in place of all weights; the frozen model plus alpha / rank x B A on each target."""
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"  # endings of names
+
+
 class ModelSection(Section):
     """The model that is both scored and trained."""
 
     name_or_path: str  # hub id, local folder, or embedded:NAME
     revision: str | None = None
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # the last falls back to sdpa, and says so
+    lora: LoraSection | None = None  # train adapters; the export is merged
 
 
 class _RowsSection(Section):
@@ -326,7 +336,9 @@ def _apply_override(values: dict[str, Any], override: str, origin: dict) -> None
     parts = tuple(key.strip().split("."))
     section = values
     for part in parts[:-1]:
-        section = section.setdefault(part, {})
+        if section.get(part) is None:  # a section that is switched off
+            section[part] = {}
+        section = section[part]
         if not isinstance(section, dict):
             raise ValueError(f"--set {override}: {part} is a value, not a section")
     try:
@@ -367,5 +379,6 @@ def _field_names(loc: tuple[str, ...]) -> list[str]:
             model = get_args(model)[1]
         else:
             field = getattr(model, "model_fields", {}).get(part)
-            model = field.annotation if field else None
+            kinds = [field.annotation, *get_args(field.annotation)] if field else []  # "LoraSection | None" among them
+            model = next((kind for kind in kinds if hasattr(kind, "model_fields")), field.annotation if field else None)
     return list(getattr(model, "model_fields", {}))

@@ -35,6 +35,17 @@ class ModelShape:
         kv = h * self.num_kv_heads // self.num_heads
         return 2 * h * h + 2 * h * kv + 3 * h * i + 2 * h
 
+    def adapter_parameters(self, rank: int, targets: list[str] | None) -> int:
+        """Of low-rank adapters on linear layers of these names; None: on all of the layers'."""
+        h, i = self.hidden_size, self.intermediate_size
+        kv = h * self.num_kv_heads // self.num_heads
+        sides = {
+            "q_proj": h + h, "k_proj": h + kv, "v_proj": h + kv, "o_proj": h + h, "gate_proj": h + i, "up_proj": h + i,
+            "down_proj": h + i,
+        }
+        chosen = sides.values() if targets is None else [sides.get(t.rpartition(".")[2], 0) for t in targets]
+        return self.num_layers * rank * sum(chosen)
+
     @property
     def num_parameters(self) -> int:
         """Of the whole model."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel, get_scheduler
+from transformers import get_scheduler
 from transformers.integrations import HfDeepSpeedConfig
 
 from .checkpoint import (
@@ -31,6 +31,7 @@ from .engine import ClusterEngine, initialize, join_deepspeed
 from .estimate import batch_text, skew_text
 from .files import is_committed, read_json, require_ours, require_space, write_text
 from .loader import ClusterLoader
+from .lora import base_of, with_adapters
 from .memory import is_out_of_memory, peak_memory
 from .models import load_model, pad_token_id
 from .plan import Plan
@@ -138,7 +139,9 @@ def _schedule(recipe: Recipe, plan: Plan) -> Schedule:
 def _identity(recipe: Recipe, plan: Plan, config: dict[str, Any]) -> dict[str, Any]:
     """What makes two runs the same run; compared on resume."""
     train = {k: v for k, v in recipe.train.model_dump().items() if k not in _FREE_TO_CHANGE}
-    return {**train, "plan": plan.hash, "model": plan.manifest["provenance"].get("model"), "zero_stage": zero_stage(config)}
+    lora = recipe.model.lora and recipe.model.lora.model_dump()
+    model = plan.manifest["provenance"].get("model")
+    return {**train, "plan": plan.hash, "model": model, "lora": lora, "zero_stage": zero_stage(config)}
 
 
 def _resume_step(
@@ -188,10 +191,12 @@ def build_training(
     dtype = torch.bfloat16 if t.precision in ("bf16", "pure_bf16") else torch.float32
     sharded = zero_stage(config) == 3
     holder = HfDeepSpeedConfig(config) if sharded else None  # while it lives, from_pretrained shards as it loads
-    model: PreTrainedModel = load_model(prepared.model_folder, recipe.model, dtype, None if sharded else ranks.device)
+    model: torch.nn.Module = load_model(prepared.model_folder, recipe.model, dtype, None if sharded else ranks.device)
+    if recipe.model.lora is not None:
+        model = with_adapters(model, recipe.model.lora, t.seed)
     del holder
     if t.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        base_of(model).gradient_checkpointing_enable({"use_reentrant": False})
     if t.precision == "bf16_autocast":
         torch.set_autocast_cache_enabled(False)  # the cache would cost 2 more bytes a parameter
     model.train()

@@ -8,13 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cluster_ds.lora import with_adapters
+from cluster_ds.recipe import LoraSection
 from cluster_ds.schedule import Schedule
 
 from ..conftest import hand_plan, random_samples, tiny_llama
 from .ranks import run_on_ranks
 
 pytestmark = pytest.mark.distributed
-MICRO, WORLD, STEPS, LR = 2, 2, 3, 1.2  # a large step: rounding of stored weights stays small beside the update
+MICRO, WORLD, STEPS, SCALING, LR = 2, 2, 3, 2.0, 1.2  # a large step: rounding of stored weights stays small beside the update
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Case:
     clipping: float = 0.0
     skewed: bool = False
     packed: bool = False
+    lora: bool = False
     sabotage: str = ""
 
     @property
@@ -73,6 +76,7 @@ COVER = [  # pairwise cover of clusters x normalization x allocation x last batc
 CASES = [Case(s, a, *rest) for s, a, rest in itertools.product((0, 1, 2, 3), (1, 4), COVER)]
 CLIPPED = [Case(s, 4, 4, "sample_mean", "cluster", "short", clipping=0.5, skewed=True) for s in (0, 1, 2, 3)]
 PACKED = [Case(s, a, *rest, packed=True) for s, a, rest in itertools.product((0, 1, 2, 3), (1, 4), COVER)]
+LORA = [Case(s, 4, *rest, packed=s % 2 == 0, lora=True) for s, rest in itertools.product((0, 1, 2, 3), COVER)]
 ADAMW = [Case(s, 4, 3, "token_mean", "tokens", "short", optimizer="adamw", skewed=True) for s in (0, 1, 2, 3)]
 ADAFACTOR = [Case(0, a, 4, "sample_mean", "cluster", "short", optimizer="adafactor", skewed=True) for a in (1, 4)]
 SABOTAGED = [
@@ -80,6 +84,48 @@ SABOTAGED = [
     for kind in ("weight", "denominator", "slice")
     for normalization, allocation in (("sample_mean", "cluster"), ("token_mean", "tokens"))
 ]
+
+
+def make_model(case):
+    """Adapters whose update is not zero, so that both of their matrices have gradients."""
+    model = tiny_llama()
+    if not case.lora:
+        return model
+    model = with_adapters(model, LoraSection(rank=4, alpha=SCALING * 4), seed=0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def trained_parameters(model):
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+class PlainModel:
+    """What `make_model` is, in float64: adapters are added to the weights before they are used, without peft."""
+
+    def __init__(self, case):
+        self.model = tiny_llama().double()
+        ours = trained_parameters(make_model(case) if case.lora else self.model)
+        self.parameters = {name: p.detach().double().requires_grad_() for name, p in ours.items()} if case.lora else ours
+        self.lora = case.lora
+
+    def load(self, weights):
+        with torch.no_grad():
+            for name, p in self.parameters.items():
+                p.copy_(weights[name])
+
+    def logits(self, ids):
+        if not self.lora:
+            return self.model(input_ids=ids).logits
+        weights = {name: p.detach() for name, p in self.model.named_parameters()}
+        for name, b in self.parameters.items():
+            if "lora_B" in name:
+                a = self.parameters[name.replace("lora_B", "lora_A")]
+                inner = name.removeprefix("base_model.model.").replace(".lora_B.default", "")
+                weights[inner] = weights[inner] + SCALING * b @ a
+        return torch.func.functional_call(self.model, weights, (), {"input_ids": ids}).logits
 
 
 def make_optimizer(case, parameters):
@@ -128,14 +174,14 @@ def train_cases(rank, world, cases):
     results = []
     for case in cases:
         samples, plan = case.data()
-        model = tiny_llama()
+        model = make_model(case)
         engine, _, loader, _ = cluster_ds.initialize(
             model=model, config=case.config(), dataset=samples, plan=plan, normalization=case.normalization,
-            allocation=case.allocation, optimizer=make_optimizer(case, model.parameters()), epochs=1, seed=1,
+            allocation=case.allocation, optimizer=make_optimizer(case, trained_parameters(model).values()), epochs=1, seed=1,
             packing=cluster_ds.Packing(40, 80) if case.packed else None, quadratic_cost=0.01,
         )
         sabotage(case.sabotage, loader)
-        named = list(engine.engine.module.named_parameters())
+        named = list(trained_parameters(engine.engine.module).items())
         steps, locals_ = [], []
         for batch in loader:
             locals_.append((batch["row"][~batch["is_filler"]].tolist(), batch["step"]))
@@ -159,8 +205,9 @@ def reference(case, weights_at=None):
     With `weights_at` (one state a step) each step's gradient is taken there; otherwise the optimizer moves on.
     """
     samples, plan = case.data()
-    model = tiny_llama().double()
-    optimizer = make_optimizer(case, model.parameters())
+    model = PlainModel(case)
+    parameters = model.parameters
+    optimizer = make_optimizer(case, list(parameters.values()))
     schedule = Schedule(plan, global_batch_size=case.global_batch_size, seed=1)
     kept_per_cluster = np.bincount(plan.cluster[plan.kept])
     batches = [schedule.batch(step).rows for step in range(schedule.num_steps)]
@@ -168,13 +215,13 @@ def reference(case, weights_at=None):
     steps = []
     for step in range(schedule.num_steps):
         if weights_at is not None:
-            model.load_state_dict(weights_at[step])
+            model.load(weights_at[step])
         rows = batches[step]
         in_batch = np.bincount(plan.cluster[rows], minlength=case.num_clusters)
         losses, weights, counts = [], [], []
         for row in rows:
             ids, labels = (torch.tensor(samples[row][k])[None] for k in ("input_ids", "labels"))
-            ce = F.cross_entropy(model(input_ids=ids).logits[0, :-1], labels[0, 1:], ignore_index=-100, reduction="sum")
+            ce = F.cross_entropy(model.logits(ids)[0, :-1], labels[0, 1:], ignore_index=-100, reduction="sum")
             c = plan.cluster[row]
             correction = len(rows) * kept_per_cluster[c] / (plan.kept.sum() * in_batch[c]) if c in everywhere else 1.0
             count = int((labels[0, 1:] != -100).sum())
@@ -186,11 +233,11 @@ def reference(case, weights_at=None):
         loss = sum(w * value for w, value in zip(weights, losses, strict=True)) / total
         optimizer.zero_grad()
         loss.backward()
-        steps.append(({n: p.grad.clone() for n, p in model.named_parameters()}, loss.item(), weights.sum(), len(rows)))
+        steps.append(({n: p.grad.clone() for n, p in parameters.items()}, loss.item(), weights.sum(), len(rows)))
         if case.clipping:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clipping)
+            torch.nn.utils.clip_grad_norm_(list(parameters.values()), case.clipping)
         optimizer.step()
-    return steps, dict(model.named_parameters())
+    return steps, parameters
 
 
 def norm(tensors):
@@ -203,22 +250,22 @@ def gradient_error(found, expected):
     return whole, worst
 
 
-def update_error(found, expected):
-    start = dict(tiny_llama().named_parameters())
+def update_error(found, expected, case):
+    start = trained_parameters(make_model(case))
     return norm(found[n].double() - expected[n] for n in expected) / norm(expected[n] - start[n] for n in expected)
 
 
 @pytest.fixture(scope="module")
 def trained():
-    cases = CASES + PACKED + CLIPPED + ADAMW + ADAFACTOR + SABOTAGED
+    cases = CASES + PACKED + LORA + CLIPPED + ADAMW + ADAFACTOR + SABOTAGED
     rank0, rank1 = run_on_ranks(train_cases, WORLD, cases)
     return {case: (a, b) for case, a, b in zip(cases, rank0, rank1, strict=True)}
 
 
-@pytest.mark.parametrize("case", CASES + PACKED, ids=str)
+@pytest.mark.parametrize("case", CASES + PACKED + LORA, ids=str)
 def test_every_gradient_and_the_update(trained, case):
-    """Packed samples stand end to end: the sums have another order."""
-    bar = 1e-5 if case.packed else 1e-6
+    """Packed samples stand end to end, and adapters' outputs are added to their layer's: the sums have another order."""
+    bar = 1e-5 if case.packed or case.lora else 1e-6
     found, other = trained[case]
     _, weights = reference(case)
     expected, _ = reference(case, [before for _, _, before in found["steps"]])
@@ -231,11 +278,11 @@ def test_every_gradient_and_the_update(trained, case):
         assert record.loss == pytest.approx(loss, rel=1e-6)
         assert record.weight_sum == pytest.approx(weight_sum, rel=1e-12)
         assert record.num_samples == num_samples == sum(record.cluster_samples)
-    assert update_error(found["weights"], weights) <= bar
+    assert update_error(found["weights"], weights, case) <= bar
     assert all(torch.equal(found["weights"][n], other["weights"][n]) for n in weights)  # ranks end alike
 
 
-@pytest.mark.parametrize("case", CASES + PACKED, ids=str)
+@pytest.mark.parametrize("case", CASES + PACKED + LORA, ids=str)
 def test_census(trained, case):
     _, plan = case.data()
     found, other = trained[case]
@@ -249,19 +296,19 @@ def test_census(trained, case):
 def test_clipping_with_skewed_weights(trained, case):
     expected, weights = reference(case)
     assert norm(expected[-1][0].values()) > 1.5 * case.clipping  # it does clip
-    assert update_error(trained[case][0]["weights"], weights) <= 1e-5
+    assert update_error(trained[case][0]["weights"], weights, case) <= 1e-5
 
 
 @pytest.mark.parametrize("case", ADAMW, ids=str)
 def test_adamw(trained, case):
     """eps 1e-3 keeps Adam's division from magnifying the rounding of gradients that are nearly zero."""
-    assert update_error(trained[case][0]["weights"], reference(case)[1]) <= 1e-5
+    assert update_error(trained[case][0]["weights"], reference(case)[1], case) <= 1e-5
 
 
 @pytest.mark.parametrize("case", ADAFACTOR, ids=str)
 def test_adafactor_at_stage_0_is_adafactor(trained, case):
     """The bar is looser than AdamW's: its eps of 1e-30 divides nearly zero gradients by nearly zero statistics."""
-    assert update_error(trained[case][0]["weights"], reference(case)[1]) <= 1e-4
+    assert update_error(trained[case][0]["weights"], reference(case)[1], case) <= 1e-4
 
 
 @pytest.mark.parametrize("case", SABOTAGED, ids=str)
