@@ -109,8 +109,8 @@ def against_a_bare_loop(model: Path, samples: list[dict], blocks: int) -> dict:
             bare.set_gradient_accumulation_boundary(batch["is_last"])
             lines, predictors, targets = supervised_positions(batch["labels"])
             assert engine.head is not None
-            engine.head.ask(lines, predictors, targets)
-            losses = bare(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+            with engine.head.asked(batch["input_ids"].shape, lines, predictors, targets):
+                losses = bare(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
             sums = torch.zeros(len(batch["labels"])).index_add(0, lines, losses)
             counts = torch.bincount(lines, minlength=len(sums))
             loss = weighted_terms(sums, counts, batch["sample_weight"], "sample_mean").sum() / batch["denominator"]

@@ -97,7 +97,10 @@ class Allocator:
         return self._packed(schedule, batch, self.packing)
 
     def loads(self, plan: Plan, shares: list[list[MicroBatch]]) -> np.ndarray:
-        """What each rank computes, padding included, in tokens of a short sample: float64 [W]."""
+        """What each rank computes, in tokens of a short sample: float64 [W].
+
+        Padding of micro-batches is included; in packing what is free at the ends of packs is not.
+        """
         return np.array([sum(self._cost(plan.num_tokens[part.rows]) for part in share) for share in shares])
 
     def _cost(self, lengths: np.ndarray) -> float:

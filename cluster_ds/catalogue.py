@@ -89,10 +89,10 @@ def memory_lines(shape: ModelShape, recipe: Recipe, ranks: int, detail: bool = T
     lines = [f"memory of each of {ranks} GPUs, estimated: {total / 1e9:.0f} of {room:.0f} GB"]
     lines[0] += f" ({parts})" if detail else ""
     if total > room * 1e9:
+        lower = f"lower {recipe.smaller_micro_batch}, " if recipe.smaller_micro_batch else ""
         lines.append(
-            f"warning: {total / 1e9:.0f} GB do not fit into {room:.0f} GB ({parts}): lower "
-            f"{recipe.smaller_micro_batch}, take a higher ZeRO stage (deepspeed.config zero2, zero3, zero3_offload) or more "
-            "GPUs, or say what yours have (hardware.gpu_memory_gb)"
+            f"warning: {total / 1e9:.0f} GB do not fit into {room:.0f} GB ({parts}): {lower}take a higher ZeRO stage "
+            "(deepspeed.config zero2, zero3, zero3_offload) or more GPUs, or say what yours have (hardware.gpu_memory_gb)"
         )
     return lines
 

@@ -100,7 +100,7 @@ def with_batch_arithmetic(config: dict[str, Any], dp_world_size: int, packed: bo
     """A library user's config with its batch sizes and clipping stated.
 
     With packing the number of micro-batches differs from step to step and our engine states the boundary; what DeepSpeed is
-    told then is that several are accumulated, and no size.
+    told then is that several are accumulated, and no size: its own count of samples means nothing.
 
     Raises:
         ValueError: if train_batch_size or train_micro_batch_size_per_gpu is missing, or the three sizes contradict.
@@ -110,12 +110,17 @@ def with_batch_arithmetic(config: dict[str, Any], dp_world_size: int, packed: bo
     missing = [k for k in sizes if not isinstance(config.get(k), int)]
     if missing:
         raise ValueError(f"the DeepSpeed config must state {' and '.join(missing)}: accumulation is derived from them")
+    if config.get("managed_gradient_accumulation") is False:
+        raise ValueError("managed_gradient_accumulation is false: our engine states where a step ends, remove it")
+    config.setdefault("gradient_clipping", 1.0)  # DeepSpeed 0.19.8's own default, said aloud
     if packed:
-        config |= {
+        given = [k for k in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps") if k in config]
+        if given:
+            raise ValueError(f"{' and '.join(given)} given with packing, where steps differ in them: remove them")
+        several = {
             "train_batch_size": 2 * dp_world_size, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2
         }
-        config.setdefault("gradient_clipping", 1.0)
-        return config
+        return config | several
     derived = accumulation_steps(config["train_batch_size"], config["train_micro_batch_size_per_gpu"], dp_world_size)
     stated = config.setdefault("gradient_accumulation_steps", derived)
     if stated != derived:
@@ -123,7 +128,6 @@ def with_batch_arithmetic(config: dict[str, Any], dp_world_size: int, packed: bo
             f"gradient_accumulation_steps {stated} contradicts train_batch_size {config['train_batch_size']} with "
             f"micro-batches of {config['train_micro_batch_size_per_gpu']} on {dp_world_size} ranks, which make {derived}"
         )
-    config.setdefault("gradient_clipping", 1.0)  # DeepSpeed 0.19.8's own default, said aloud
     return config
 
 

@@ -20,6 +20,7 @@ from inspect import signature
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -27,6 +28,7 @@ from .allocation import Allocation, Allocator, Packing
 from .distributed import assert_ranks_agree, build_cpu_communication, forget_shared_buffers, on_gpu
 from .ds_config import with_batch_arithmetic, zero_stage
 from .loader import ClusterLoader, Collate, pack, pad, stack
+from .lora import base_of
 from .loss import LossHead, logits_cross_entropy, supervised_positions, weighted_terms
 from .loss_check import require_right_losses
 from .plan import Plan
@@ -55,7 +57,7 @@ class StepRecord:
         num_micro_steps: forward passes of each rank.
         num_fillers: copies with weight 0 that all ranks computed to stay in step.
         predicted_skew: cost of the dearest rank's micro-batches over the mean of all ranks'.
-        rank_seconds: of each rank's forward passes.
+        rank_seconds: of each rank's forward passes; at ZeRO stage 3 they wait for each other in them.
     """
 
     loss: float
@@ -117,8 +119,7 @@ class ClusterEngine:
         weights, filler = (batch[k].to(device, non_blocking=True) for k in ("sample_weight", "is_filler"))
         if not self._checked:
             self._checked = True
-            lengths = self.schedule.plan.num_tokens[batch["row"].numpy()]
-            require_right_losses(self.engine, self._losses_at, inputs, batch.get("sample"), lengths)  # collective at stage 3
+            require_right_losses(self.engine, self._losses_at, inputs, packed="sample" in batch)  # collective at stage 3
         self._denominator, self._predicted_skew = batch["denominator"], batch["predicted_skew"]
         self._is_last = batch["is_last"]
         self.engine.set_gradient_accumulation_boundary(self._is_last)
@@ -149,8 +150,8 @@ class ClusterEngine:
     ) -> torch.Tensor:
         lines, predictors, targets = (t.to(self.engine.device, non_blocking=True) for t in (lines, predictors, targets))
         if self.head is not None:
-            self.head.ask(lines, predictors, targets)
-            return self.engine(**inputs, use_cache=False).logits
+            with self.head.asked(inputs["input_ids"].shape, lines, predictors, targets):
+                return self.engine(**inputs, use_cache=False).logits
         return logits_cross_entropy(self.engine(**inputs, use_cache=False).logits, lines, predictors, targets)
 
     def _own_losses(self, outputs: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -321,9 +322,9 @@ def initialize(
     """
     join_deepspeed()
     world_size = dist.get_world_size()
+    if packing is not None:
+        _require_packable(model, plan, packing, own=loss_fn is not None or collate is not None)
     head = _loss_head(model) if loss_fn is None else None
-    if packing is not None and (head is None or collate is not None):
-        raise ValueError("packing needs a Hugging Face causal language model, and neither loss_fn nor collate")
     global_batch_size = config.get("train_batch_size", 0)
     config = with_batch_arithmetic(config, world_size, packed=packing is not None)
     schedule = Schedule(plan, global_batch_size=global_batch_size, epochs=epochs, seed=seed, normalization=normalization)
@@ -338,9 +339,10 @@ def initialize(
     )
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
     facts: dict[str, int | str] = {
-        "plan": plan.hash, "steps": schedule.num_steps, "seed": seed,
-        "allocation": blake2b(repr(allocator).encode()).hexdigest(),
-        "global_batch_size": schedule.global_batch_size,
+        "plan": plan.hash, "steps": schedule.num_steps, "seed": seed, "global_batch_size": schedule.global_batch_size,
+        "micro_batch_size": allocator.micro_batch_size, "max_tokens": packing.max_tokens if packing else 0,
+        "tokens_per_micro_batch": packing.tokens_per_micro_batch if packing else 0,
+        "allocation or the model's shape": blake2b(repr((allocation, quadratic_cost)).encode()).hexdigest(),
     }
     assert_ranks_agree(facts, device)  # collective
     scheduler = None if lr_scheduler is None else lambda inner: lr_scheduler(inner, schedule.num_steps)
@@ -353,11 +355,38 @@ def initialize(
     return ClusterEngine(engine, schedule, loss_fn, head), optimizer, loader, scheduler
 
 
+def _require_packable(model: torch.nn.Module, plan: Plan, packing: Packing, own: bool) -> None:
+    """Refuse what could not be packed, before anything is built.
+
+    Raises:
+        ValueError: for other than Hugging Face causal language models that know positions, or samples longer than a pack.
+    """
+    name = type(model).__name__
+    if own:
+        raise ValueError("packing needs a Hugging Face causal language model, and neither loss_fn nor collate")
+    if _output_layer(model) is None:
+        raise ValueError(f"packing: {name} has no torch.nn.Linear as output embeddings, from which losses are computed")
+    if "position_ids" not in signature(base_of(model).forward).parameters:
+        raise ValueError(f"packing: {name} takes no position_ids, so it cannot tell the samples of a pack apart")
+    usable = np.flatnonzero(plan.cluster >= 0 if plan.redraw_seed is not None else plan.kept)
+    longest = int(usable[plan.num_tokens[usable].argmax()])
+    if plan.num_tokens[longest] > packing.max_tokens:
+        raise ValueError(
+            f"sample {plan.ids[longest]} has {plan.num_tokens[longest]} tokens, more than a pack of {packing.max_tokens}: "
+            "raise max_tokens, or lower data.max_length"
+        )
+
+
 def _loss_head(model: torch.nn.Module) -> LossHead | None:
     """Over the output embeddings of a Hugging Face model; None for others, whose outputs have `.logits`."""
+    layer = _output_layer(model)
+    return None if layer is None else LossHead(layer)
+
+
+def _output_layer(model: torch.nn.Module) -> torch.nn.Linear | None:
     find = getattr(model, "get_output_embeddings", None)
     layer = find() if callable(find) else None
-    return LossHead(layer) if isinstance(layer, torch.nn.Linear) else None
+    return layer if isinstance(layer, torch.nn.Linear) else None
 
 
 def _undo_phantom_step(engine: Any) -> None:

@@ -126,7 +126,7 @@ def arms_of(plan: Plan, seed: int) -> dict[str, Plan]:
 def loads_of_steps(
     plan: Plan, recipe: Recipe, world_size: int, quadratic_cost: float, num_steps: int | None = None
 ) -> np.ndarray:
-    """What each rank computes in each step, padding included, in tokens of a short sample: float64 [steps, W].
+    """What each rank computes in each step, in tokens of a short sample: float64 [steps, W], see `Allocator.loads`.
 
     Args:
         plan: of the arm.
@@ -148,7 +148,7 @@ def loads_of_steps(
 def skew_text(plan: Plan, recipe: Recipe, world_size: int, quadratic_cost: float) -> str:
     """What the allocation costs, from the lengths of the first steps: the time that ranks wait for the slowest."""
     found = {}
-    for allocation in ("cluster", "tokens"):
+    for allocation in {recipe.train.allocation, "tokens"}:
         train = recipe.train.model_copy(update={"allocation": allocation})
         changed = recipe.model_copy(update={"train": train})
         loads = loads_of_steps(plan, changed, world_size, quadratic_cost, _SKEW_STEPS)

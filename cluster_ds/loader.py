@@ -70,6 +70,11 @@ class MicroBatches(Dataset):
             raise ValueError(f"dataset[{row}] is sample {sample['id']}, but the plan has {plan.ids[row]} in this row")
         if not self.count_labels:
             return sample
+        if len(sample["input_ids"]) != plan.num_tokens[row]:
+            raise ValueError(
+                f"sample {plan.ids[row]} has {len(sample['input_ids'])} tokens, the plan says {plan.num_tokens[row]}: "
+                "make the plan with the lengths of these input_ids"
+            )
         supervised = int(np.count_nonzero(np.asarray(sample["labels"])[1:] != IGNORE_INDEX))
         if supervised != plan.num_supervised_tokens[row]:
             raise ValueError(

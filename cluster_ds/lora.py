@@ -52,8 +52,8 @@ def with_adapters(model: PreTrainedModel, section: LoraSection, seed: int) -> to
                 )
             if any(model.get_submodule(name) is model.get_output_embeddings() for name in fits):
                 raise ValueError(
-                    f"model.lora.target_modules: {target} is the output embeddings, whose adapter the loss in training would "
-                    "pass by: leave it out"
+                    f"model.lora.target_modules: {target} is the output embeddings, whose adapter the loss in training "
+                    "would pass by: leave it out"
                 )
     config = LoraConfig(
         task_type="CAUSAL_LM", r=section.rank, lora_alpha=section.alpha, lora_dropout=section.dropout,  # type: ignore[arg-type]

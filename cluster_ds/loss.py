@@ -13,6 +13,7 @@ vocabulary, H hidden, n supervised positions of the batch.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -139,15 +140,33 @@ class LossHead:
 
     def __init__(self, head: torch.nn.Linear):
         self._head, self._logits = head, head.forward
-        self._asked: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._asked: tuple[torch.Size, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         head.__dict__["forward"] = self._forward
 
-    def ask(self, lines: torch.Tensor, predictors: torch.Tensor, targets: torch.Tensor) -> None:
-        """Have the next forward pass give the losses [n] of `supervised_positions` in place of logits."""
-        self._asked = (lines, predictors, targets)
+    @contextmanager
+    def asked(
+        self, shape: torch.Size, lines: torch.Tensor, predictors: torch.Tensor, targets: torch.Tensor
+    ) -> Iterator[None]:
+        """The forward pass inside gives the losses [n] of `supervised_positions` of ids of this shape in place of logits.
+
+        Raises:
+            ValueError: if the model puts positions of its own among them, or passes its output embeddings by.
+        """
+        self._asked = (shape, lines, predictors, targets)
+        try:
+            yield
+            if self._asked is not None:
+                raise ValueError("the model does not call its output embeddings' forward: its loss cannot be computed there")
+        finally:
+            self._asked = None
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._asked is None:
             return self._logits(hidden)
-        (lines, predictors, targets), self._asked = self._asked, None
+        (shape, lines, predictors, targets), self._asked = self._asked, None
+        if hidden.shape[:2] != shape:
+            raise ValueError(
+                f"the model makes hidden states of shape {list(hidden.shape[:2])} of ids of shape {list(shape)}: models "
+                "that put tokens of their own in front are not supported"
+            )
         return chunked_cross_entropy(hidden[lines, predictors], self._head.weight, self._head.bias, targets)

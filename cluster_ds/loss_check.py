@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from .loss import logits_cross_entropy, supervised_positions
@@ -21,8 +20,7 @@ _TOLERANCE, _TOLERANCE_16_BITS = 1e-3, 0.1  # nats, of mean token losses compute
 
 @torch.no_grad()
 def require_right_losses(
-    engine: Any, losses_at: Callable[..., torch.Tensor], inputs: dict[str, torch.Tensor], samples: torch.Tensor | None,
-    lengths: np.ndarray,
+    engine: Any, losses_at: Callable[..., torch.Tensor], inputs: dict[str, torch.Tensor], packed: bool
 ) -> None:  # collective at stage 3
     """Refuse models whose loss would be wrong; the same number of forward passes on every rank.
 
@@ -30,39 +28,44 @@ def require_right_losses(
         engine: DeepSpeed's.
         losses_at: (inputs, lines, predictors, targets) -> token losses [n], as training computes them.
         inputs: of the first micro-batch, on the device; [P, T] each.
-        samples: int64 [P, T], the sample of each token of a packed micro-batch; None without packing.
-        lengths: tokens of each sample.
+        packed: also compare the second half of its first line alone with itself behind the first half, as packs are.
     Raises:
         ValueError: naming the model and the difference.
     """
     if not set(inputs) <= _TOKEN_INPUTS:
         return
-    training, name = engine.module.training, type(engine.module).__name__
+    module = engine.module
+    trained, name = [m for m in module.modules() if m.training], type(module).__name__
     engine.eval()
-    start = {k: v[:1, :_CHECKED_TOKENS] for k, v in inputs.items()}
-    asked = supervised_positions(start["input_ids"].cpu())
-    logits = engine(**start, use_cache=False).logits
-    own = logits_cross_entropy(logits, *(t.to(logits.device) for t in asked))
-    _require_alike(
-        losses_at(start, *asked), own, logits.dtype, f"{name}: its losses are not what its output embeddings make of its "
-        "hidden states: it scales or caps its logits, which is not supported",
-    )  # fmt: skip
-    if samples is not None:
-        last = int(samples[0].max())
-        places = (samples[0] == last).nonzero()[:, 0][: int(lengths[last])]  # padding counts as sample 0's
-        ids = inputs["input_ids"][:1, places.to(logits.device)]
-        lines, predictors, targets = asked = supervised_positions(ids.cpu())
-        alone = losses_at({"input_ids": ids}, *asked)
-        among = losses_at({k: v[:1] for k, v in inputs.items()}, lines, places[predictors], targets)
+    try:
+        start = {k: v[:1, :_CHECKED_TOKENS] for k, v in inputs.items()}
+        asked = supervised_positions(start["input_ids"].cpu())
+        logits = engine(**start, use_cache=False).logits
+        kinds = {logits.dtype, *(p.dtype for p in module.parameters())}  # some raise logits that were computed in 16 bits
+        limit = _TOLERANCE if kinds <= {torch.float32, torch.float64} else _TOLERANCE_16_BITS
+        own = logits_cross_entropy(logits, *(t.to(logits.device) for t in asked))
         _require_alike(
-            among, alone, logits.dtype, f"{name} with attention {engine.module.config._attn_implementation}: a sample's "
-            "losses change when others stand before it in its pack: set train.packing to false, or "
-            "model.attn_implementation to sdpa",
+            losses_at(start, *asked), own, limit, f"{name}: its losses are not what its output embeddings make of its "
+            "hidden states: it scales or caps its logits, which is not supported",
         )  # fmt: skip
-    engine.train(training)
+        if packed:
+            ids = start["input_ids"]
+            length = ids.shape[1]
+            half = length // 2
+            positions = torch.cat([torch.arange(half), torch.arange(length - half)])[None].to(ids.device)
+            lines, predictors, targets = supervised_positions(ids[:, half:].cpu())
+            alone = losses_at({"input_ids": ids[:, half:]}, lines, predictors, targets)
+            among = losses_at({"input_ids": ids, "position_ids": positions}, lines, half + predictors, targets)
+            _require_alike(
+                among, alone, limit, f"{name} with attention {module.config._attn_implementation}: a sample's losses change "
+                "when others stand before it in its pack: set train.packing to false, or model.attn_implementation to sdpa",
+            )  # fmt: skip
+    finally:
+        for submodule in trained:
+            submodule.training = True
 
 
-def _require_alike(found: torch.Tensor, expected: torch.Tensor, kind: torch.dtype, problem: str) -> None:
+def _require_alike(found: torch.Tensor, expected: torch.Tensor, limit: float, problem: str) -> None:
     difference = float((found - expected).abs().mean())
-    if difference > (_TOLERANCE if kind in (torch.float32, torch.float64) else _TOLERANCE_16_BITS):
+    if difference > limit:
         raise ValueError(f"{problem} (by {difference:.3g} nats a token)")  # NaN passes here and is met in its step

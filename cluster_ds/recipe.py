@@ -133,7 +133,7 @@ class TrainSection(Section):
     micro_batch_size: int = Field(ge=1)  # samples, padded to the longest; with packing times max_tokens a micro-batch
     packing: bool = False  # samples end to end instead of padding; the same losses and gradients
     max_tokens: int | None = Field(None, ge=1)  # of a pack; default: data.max_length
-    tokens_per_micro_batch: int | None = Field(None, ge=1)  # default: micro_batch_size x max_tokens
+    tokens_per_micro_batch: int | None = Field(None, ge=1)  # whole packs; default: micro_batch_size x max_tokens
     optimizer: Literal["adamw", "adafactor"] = "adamw"
     lr: float = Field(gt=0)
     weight_decay: float = Field(0.0, ge=0)
@@ -221,13 +221,14 @@ class Recipe(Section):
         return Packing(max_tokens, t.tokens_per_micro_batch or t.micro_batch_size * max_tokens)
 
     @property
-    def smaller_micro_batch(self) -> str:
-        """What to lower where memory is short, from what to what; the global batch and the result stay the same."""
-        packing = self.packing
-        name, value, least = "micro_batch_size", self.train.micro_batch_size, 1
-        if packing is not None:
-            name, value, least = "tokens_per_micro_batch", packing.tokens_per_micro_batch, packing.max_tokens
-        return f"train.{name} from {value} to {max(least, value // 2)}"
+    def smaller_micro_batch(self) -> str | None:
+        """What to lower where memory is short, from what to what, the result staying the same; None if it is least."""
+        packing, size = self.packing, self.train.micro_batch_size
+        if packing is None:
+            return f"train.micro_batch_size from {size} to {size // 2}" if size > 1 else None
+        packs = packing.packs_per_micro_batch
+        now, then = packing.tokens_per_micro_batch, packs // 2 * packing.max_tokens
+        return f"train.tokens_per_micro_batch from {now} to {then}" if packs > 1 else None
 
     @property
     def held_out_source(self) -> SourceSection | None:

@@ -26,12 +26,12 @@ from .checkpoint import (
     set_aside_later,
 )
 from .distributed import Ranks, ensure_process_group
-from .ds_config import resolve_config, zero_stage
+from .ds_config import resolve_config, with_batch_arithmetic, zero_stage
 from .engine import ClusterEngine, initialize, join_deepspeed
 from .estimate import batch_text, skew_text
 from .files import is_committed, read_json, require_ours, require_space, write_text
 from .loader import ClusterLoader
-from .lora import base_of, with_adapters
+from .lora import with_adapters
 from .memory import is_out_of_memory, peak_memory
 from .models import load_model, pad_token_id
 from .plan import Plan
@@ -84,7 +84,7 @@ def train(
     if finished and resume is None:
         ranks.print(f"[train] reused the finished model {model_folder}")
         return TrainResult(model_folder, num_steps, 0.0, True)
-    step = ranks.on_main(lambda: _resume_step(output_dir, identity, recipe.train, ranks, resume))
+    step = ranks.on_main(lambda: _resume_step(output_dir, identity, recipe, ranks, resume))
     ranks.on_main(lambda: write_text(output_dir / "recipe.yaml", recipe.to_yaml()))
 
     ensure_process_group(ranks)
@@ -99,7 +99,7 @@ def train(
             load_checkpoint(engine, output_dir / "checkpoints", step, ranks)
             loader.load_state_dict({"step": step})
         with ranks.watch.deferring(recipe.train.hang_timeout_s):
-            _loop(recipe.train, engine, loader, output_dir, identity, ranks)
+            _loop(recipe, engine, loader, output_dir, identity, ranks)
     with peak_memory("export", ranks):
         export_model(engine, prepared.tokenizer, model_folder, dtype, exported, ranks)
     release(engine)  # the exported model is about to be loaded for evaluation
@@ -145,7 +145,7 @@ def _identity(recipe: Recipe, plan: Plan, config: dict[str, Any]) -> dict[str, A
 
 
 def _resume_step(
-    output_dir: Path, identity: dict[str, Any], train: TrainSection, ranks: Ranks, wanted: str | None
+    output_dir: Path, identity: dict[str, Any], recipe: Recipe, ranks: Ranks, wanted: str | None
 ) -> int:
     """Steps that a whole checkpoint of this very run has done; 0 to begin."""
     require_ours(output_dir / "model")
@@ -172,11 +172,9 @@ def _resume_step(
             + "\n  ".join(different)
             + "\nset these back, or choose another --output_dir"
         )
-    if manifest["micro_batch_size"] != train.micro_batch_size:
-        ranks.print(
-            f"[train] micro_batch_size changed from {manifest['micro_batch_size']} to {train.micro_batch_size}; the global "
-            "batches stay the same"
-        )
+    now = batch_text(recipe, ranks.world_size)
+    if manifest["batches"] != now:
+        ranks.print(f"[train] until then {manifest['batches']}; now {now}; the global batches stay the same")
     ranks.print(f"[train] resuming behind step {found.step}")
     return found.step
 
@@ -190,13 +188,13 @@ def build_training(
     torch.manual_seed(t.seed)
     dtype = torch.bfloat16 if t.precision in ("bf16", "pure_bf16") else torch.float32
     sharded = zero_stage(config) == 3
-    holder = HfDeepSpeedConfig(config) if sharded else None  # while it lives, from_pretrained shards as it loads
-    model: torch.nn.Module = load_model(prepared.model_folder, recipe.model, dtype, None if sharded else ranks.device)
-    if recipe.model.lora is not None:
-        model = with_adapters(model, recipe.model.lora, t.seed)
+    stated = with_batch_arithmetic(config, ranks.world_size, packed=t.packing)
+    holder = HfDeepSpeedConfig(stated) if sharded else None  # while it lives, from_pretrained shards as it loads
+    base = load_model(prepared.model_folder, recipe.model, dtype, None if sharded else ranks.device)
+    model = base if recipe.model.lora is None else with_adapters(base, recipe.model.lora, t.seed)
     del holder
     if t.gradient_checkpointing:
-        base_of(model).gradient_checkpointing_enable({"use_reentrant": False})
+        base.gradient_checkpointing_enable({"use_reentrant": False})
     if t.precision == "bf16_autocast":
         torch.set_autocast_cache_enabled(False)  # the cache would cost 2 more bytes a parameter
     model.train()
@@ -224,9 +222,9 @@ def build_training(
 
 
 def _loop(
-    train: TrainSection, engine: ClusterEngine, loader: ClusterLoader, output_dir: Path, identity: dict[str, Any],
-    ranks: Ranks,
+    recipe: Recipe, engine: ClusterEngine, loader: ClusterLoader, output_dir: Path, identity: dict[str, Any], ranks: Ranks
 ) -> None:  # collective
+    train = recipe.train
     schedule, first, watch = engine.schedule, loader.step, ranks.watch
     log = RunLog(output_dir, first, schedule) if ranks.is_main else None
     bar = tqdm(total=schedule.num_steps, initial=first, desc="train", unit="step", disable=not ranks.is_main or None)
@@ -258,7 +256,7 @@ def _loop(
         if step % train.checkpoint_every == 0 or step == schedule.num_steps or record.num_stop_votes:
             if log is not None:
                 log.sync()  # a checkpoint never knows of steps that the log does not
-            state = {"identity": identity, "micro_batch_size": train.micro_batch_size}
+            state = {"identity": identity, "batches": batch_text(recipe, ranks.world_size)}
             with watch.unhurried():
                 save_checkpoint(engine, output_dir / "checkpoints", step, state, ranks, train.keep_checkpoints)  # collective
             started = time.perf_counter()
@@ -311,11 +309,13 @@ def _explained(recipe: Recipe) -> Iterator[None]:
             ) from error
         if not is_out_of_memory(error):
             raise
+        smaller, checkpointing = recipe.smaller_micro_batch, recipe.train.gradient_checkpointing
+        same = [f"lower {smaller} (the global batch and the result stay the same)"] if smaller else []
+        same += [] if checkpointing else ["set train.gradient_checkpointing to true"]
         raise ValueError(
-            f"out of memory in training: lower {recipe.smaller_micro_batch} (the global batch and the result stay the same)"
-            + ("" if recipe.train.gradient_checkpointing else ", set train.gradient_checkpointing to true")
-            + "; the same command continues from the last checkpoint. Or use a higher ZeRO stage (deepspeed.config) or more "
-            f"GPUs, in another --output_dir ({text})"
+            "out of memory in training: "
+            + (f"{', '.join(same)}; the same command continues from the last checkpoint. Or " if same else "")
+            + f"use a higher ZeRO stage (deepspeed.config) or more GPUs, in another --output_dir ({text})"
         ) from error
 
 

@@ -75,3 +75,20 @@ def test_library_configs():
         with_batch_arithmetic({**config, "gradient_accumulation_steps": 8}, 4)
     with pytest.raises(ValueError, match="must state train_batch_size"):
         with_batch_arithmetic({"train_micro_batch_size_per_gpu": 2}, 4)
+    with pytest.raises(ValueError, match="train_micro_batch_size_per_gpu given with packing"):
+        with_batch_arithmetic(config, 4, packed=True)
+    with pytest.raises(ValueError, match="managed_gradient_accumulation is false"):
+        with_batch_arithmetic({**config, "managed_gradient_accumulation": False}, 4)
+
+
+def test_what_shards_the_model_as_it_loads_takes_any_number_of_ranks_in_packing(monkeypatch):
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config = resolve_config("zero3", train(packing=True, global_batch_size=8), 3)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr("deepspeed.comm.get_world_size", lambda *_: 3)
+    monkeypatch.setattr("deepspeed.comm.get_rank", lambda *_: 0)
+    monkeypatch.setattr("deepspeed.comm.is_initialized", lambda *_: True)
+    with pytest.raises(AssertionError, match="Check batch related parameters"):
+        DeepSpeedConfig(config)
+    assert DeepSpeedConfig(with_batch_arithmetic(config, 3, packed=True)).world_size == 3

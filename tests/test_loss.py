@@ -65,9 +65,23 @@ def test_a_head_answers_one_question_and_is_a_head_again():
     labels = ids.clone()
     labels[0, :5] = -100
     asked = supervised_positions(labels)
-    head.ask(*asked)
-    losses = model(input_ids=ids, use_cache=False).logits
+    with head.asked(ids.shape, *asked):
+        losses = model(input_ids=ids, use_cache=False).logits
     logits = plain(input_ids=ids, use_cache=False).logits
     torch.testing.assert_close(losses, F.cross_entropy(logits[asked[0], asked[1]], asked[2], reduction="none"))
     torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, logits)
     assert set(model.state_dict()) == set(plain.state_dict())
+
+
+def test_models_that_the_head_cannot_answer_for_are_refused():
+    model = tiny_llama()
+    head = LossHead(model.get_output_embeddings())
+    ids = torch.randint(3, 60, (2, 9))
+    embeddings = model.get_input_embeddings()(ids)
+    with pytest.raises(ValueError, match=r"hidden states of shape \[2, 11\] of ids of shape \[2, 9\]"):
+        with head.asked(ids.shape, *supervised_positions(ids)):  # as prompt tuning does
+            model(inputs_embeds=torch.cat([embeddings[:, :2], embeddings], dim=1))
+    with pytest.raises(ValueError, match="does not call its output embeddings"):
+        with head.asked(ids.shape, *supervised_positions(ids)):
+            model.model(input_ids=ids)
+    assert model(input_ids=ids).logits.shape == (2, 9, 64)  # the question is forgotten

@@ -1,9 +1,13 @@
 """What the engine refuses, what plain fine-tuning and the full data's token mean demand, and bf16 at stage 0."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+
+from cluster_ds.engine import StepRecord
 
 from ..conftest import hand_plan, random_samples, tiny_llama
 from .ranks import run_on_ranks
@@ -22,10 +26,12 @@ def plan_for(samples, clusters, **changes):
     )
 
 
-def first_step(samples, plan, config=CONFIG, **settings):
+def first_step(samples, plan, config=CONFIG, model=None, **settings):
     import cluster_ds
 
-    model = tiny_llama()
+    model = model or tiny_llama()
+    if "packing" in settings:
+        config = {k: v for k, v in config.items() if "micro" not in k}
     engine, _, loader, _ = cluster_ds.initialize(
         model=model, config=config, dataset=samples, plan=plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         **settings,
@@ -122,12 +128,20 @@ def one_spawn(rank, world):
         difference = max((gradients[n] - g).abs().max().item() for n, g in expected.items())
         out[f"loss_fn {name}"] = (engine.last_loss, builtin.last_loss, difference)
     out["loss_fn scalar"] = message(lambda: first_step(samples, weighted, **{**own, "loss_fn": lambda o, b: o.logits.mean()}))
-    for name, model, how in (("scaled", scaled_llama(), {}), ("leaking", leaking_llama(), {"packing": cluster_ds.Packing(60, 60)})):
+    for name, model, how in (("scaled", scaled_llama(), {}), ("leaking", leaking_llama(), {"packing": cluster_ds.Packing(24, 24)})):
         config = {k: v for k, v in CONFIG.items() if not how or "micro" not in k}
         wrong, _, loader, _ = cluster_ds.initialize(
             model=model, config=config, dataset=samples, plan=plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **how
         )
         out[name] = message(lambda wrong=wrong, loader=loader: wrong(next(iter(loader))))
+    pack = {"packing": cluster_ds.Packing(60, 60)}
+    longest = int(plan.num_tokens.max())
+    out["long"] = message(lambda: first_step(samples, weighted, packing=cluster_ds.Packing(longest - 1, longest - 1)))
+    blind = tiny_llama()
+    blind.forward = lambda input_ids, **_: None
+    out["blind"] = message(lambda: first_step(samples, weighted, model=blind, **pack))
+    miscounted = replace(weighted, num_tokens=weighted.num_tokens + 1)
+    out["miscounted"] = message(lambda: first_step(samples, miscounted))
     out["packed loss_fn"] = message(lambda: first_step(samples, weighted, **{**own, "packing": cluster_ds.Packing(60, 60)}))
     out["step_vote"] = engine.last_record.num_stop_votes
 
@@ -216,3 +230,16 @@ def test_losses_that_would_be_wrong_are_refused_on_the_first_batch(found):
         assert "LlamaForCausalLM: its losses are not what its output embeddings make of its hidden states" in rank["scaled"]
         assert "a sample's losses change when others stand before it in its pack: set train.packing to false" in rank["leaking"]
         assert "packing needs a Hugging Face causal language model" in rank["packed loss_fn"]
+
+
+def test_what_cannot_be_packed_is_refused_before_anything_is_built(found):
+    for rank in found:
+        assert "tokens, more than a pack of" in rank["long"] and "raise max_tokens" in rank["long"]
+        assert "takes no position_ids, so it cannot tell the samples of a pack apart" in rank["blind"]
+        assert "tokens, the plan says" in rank["miscounted"] and "with the lengths of these input_ids" in rank["miscounted"]
+
+
+def test_skew_is_the_slowest_over_the_mean():
+    sums = {f: 0 for f in StepRecord.__dataclass_fields__}
+    assert StepRecord(**{**sums, "rank_seconds": [3.0, 1.0]}).skew == 1.5
+    assert StepRecord(**{**sums, "rank_seconds": [2.0, 2.0, 2.0]}).skew == 1.0

@@ -38,7 +38,7 @@ def test_another_micro_batch_size_on_resume(unbroken):
     broken = unbroken.parent / "other_micro_batch"
     kill_rank_when(start_job(broken), 0, lambda: steps_done(broken) >= 6)
     output = finish(start_job(broken, "--set", "train.micro_batch_size=2"), broken)
-    assert "micro_batch_size changed from 4 to 2; the global batches stay the same" in output
+    assert "[train] until then 2 ranks x 4 samples x 2 micro-batches = 16 a step; now 2 ranks x 2 samples x 4" in output
     assert (broken / "census.jsonl").read_text() == (unbroken / "census.jsonl").read_text()
     assert log_of(broken, "step", "lr") == log_of(unbroken, "step", "lr")
 

@@ -194,7 +194,7 @@ def test_packs_and_skew_are_in_the_log(runs):
     assert [e["num_tokens"] for e in entries] == [e["num_tokens"] for e in padded]
     assert {e["micro_steps"] for e in padded} == {2} and all(e["micro_steps"] >= 2 for e in entries)
     for entry in (*entries, *padded):
-        assert 1.0 <= entry["predicted_skew"] < 2.0 and 1.0 <= entry["skew"] <= 2.0
+        assert 1.0 <= entry["skew"] <= 2.0
     tails = {e["step"]: 8 - e["num_samples"] for e in padded}
     assert {e["step"]: e["fillers"] for e in padded} == tails  # slots of a short last batch
     assert sum(e["fillers"] for e in entries) <= sum(tails.values())
