@@ -21,8 +21,10 @@ from .distributed import Ranks, on_gpu
 from .engine import ClusterEngine
 from .files import MANIFEST, commit_folder, fsync, read_json, require_space, write_json
 from .lora import Update, base_name, base_of, is_adapted, updates_of
+from .universal import LEFTOVER, load_other_world_size
 
 _SHARD_SIZE = "5GB"
+BEST = "best.json"  # beside the checkpoints: which had the least held-out loss
 ADAPTER = "adapter"  # folder in an exported model
 
 
@@ -34,13 +36,38 @@ class Found:
     notes: list[str]
 
 
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay.
+
+    Attributes:
+        newest: how many of the last ones.
+        milestone_every: those of multiples of this step as well.
+        best: and this step's, to which best.json points.
+    """
+
+    newest: int
+    milestone_every: int | None = None
+    best: int | None = None
+
+    def steps(self, whole: list[int]) -> set[int]:
+        """Of the whole checkpoints' steps those that stay."""
+        milestones = {step for step in whole if self.milestone_every and step % self.milestone_every == 0}
+        return {*sorted(whole)[-self.newest :], *milestones, *(step for step in whole if step == self.best)}
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
 def tag_of(step: int) -> str:
     """Folder name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def save_checkpoint(
-    engine: ClusterEngine, folder: Path, step: int, state: dict[str, Any], ranks: Ranks, keep: int
+    engine: ClusterEngine, folder: Path, step: int, state: dict[str, Any], ranks: Ranks, keep: Keep
 ) -> None:  # collective
     """Write one checkpoint at a step boundary, then prune older ones.
 
@@ -50,7 +77,7 @@ def save_checkpoint(
         step: optimizer steps done.
         state: goes into the manifest.
         ranks: all call this.
-        keep: whole checkpoints that stay, this one among them; unfinished and damaged ones go.
+        keep: which whole checkpoints stay, this one among them; unfinished and damaged ones go.
     """
     target = folder / tag_of(step)
 
@@ -74,8 +101,12 @@ def save_checkpoint(
         write_json(target / MANIFEST, {**state, "step": step, "world_size": ranks.world_size, "files": sizes})
         fsync(folder)
         whole = [p for p in sorted(folder.glob("step-*"), reverse=True) if p == target or _problem(p) is None]
-        for old in set(folder.glob("step-*")) - {target, *whole[:keep]}:
-            shutil.rmtree(old)
+        kept = {tag_of(number) for number in keep.steps([step_of(p) for p in whole])}
+        if keep.best is not None:
+            write_json(folder / BEST, {"checkpoint": tag_of(keep.best), "step": keep.best})
+        for old in (*folder.glob("step-*"), *folder.glob(f"{LEFTOVER}*")):
+            if old != target and old.name not in kept:
+                shutil.rmtree(old)
 
     ranks.on_main(commit)
 
@@ -161,24 +192,23 @@ def load_checkpoint(engine: ClusterEngine, folder: Path, step: int, ranks: Ranks
     """Restore weights, optimizer, schedule and this rank's random state.
 
     Raises:
-        ValueError: if the checkpoint was made by another number of ranks and its ZeRO shards do not fit.
+        ValueError: if the checkpoint was made by another number of ranks and DeepSpeed cannot divide it anew.
     """
     target = folder / tag_of(step)
     saved = read_json(target / MANIFEST)["world_size"]
     if saved != ranks.world_size and engine.engine.zero_optimization_stage() > 0:
-        raise ValueError(
-            f"{target} was made by {saved} ranks, this run has {ranks.world_size}: ZeRO's optimizer shards do not "
-            f"fit; start {saved} ranks, or another --output_dir"
-        )
-    strict = not is_adapted(engine.engine.module)
-    loaded, _ = engine.engine.load_checkpoint(str(folder), tag=tag_of(step), load_module_strict=strict)  # collective
-    if loaded is None:
-        raise ValueError(f"DeepSpeed could not load {target}")
-    if engine.engine.optimizer is engine.engine.basic_optimizer:
-        _restore_uncast(engine.engine.basic_optimizer, Path(loaded))
-    mine = target / f"random_rank_{ranks.rank}.pt"
-    if mine.is_file():
-        _set_random_state(torch.load(mine, weights_only=False))
+        load_other_world_size(engine, target, saved, checkpoint_bytes(engine), ranks)  # collective
+    else:
+        strict = not is_adapted(engine.engine.module)
+        loaded, _ = engine.engine.load_checkpoint(str(folder), tag=tag_of(step), load_module_strict=strict)  # collective
+        if loaded is None:
+            raise ValueError(f"DeepSpeed could not load {target}")
+        if engine.engine.optimizer is engine.engine.basic_optimizer:
+            _restore_uncast(engine.engine.basic_optimizer, Path(loaded))
+    if saved == ranks.world_size:
+        _set_random_state(torch.load(target / f"random_rank_{ranks.rank}.pt", weights_only=False))
+    else:  # dropout cannot go on as it would have, but every rank draws its own
+        torch.manual_seed(step * ranks.world_size + ranks.rank)
 
 
 def export_model(

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from inspect import signature
@@ -30,7 +31,7 @@ from .ds_config import with_batch_arithmetic, zero_stage
 from .loader import ClusterLoader, Collate, pack, pad, stack
 from .lora import base_of
 from .loss import LossHead, logits_cross_entropy, supervised_positions, weighted_terms
-from .loss_check import require_right_losses
+from .loss_check import in_eval_mode, require_right_losses
 from .plan import Plan
 from .schedule import Schedule
 
@@ -53,6 +54,7 @@ class StepRecord:
         cluster_loss: mean of the unweighted sample losses per cluster, NaN where a cluster has none.
         cluster_samples: samples per cluster.
         rows: the plan's rows that were trained on, sorted.
+        losses: unweighted mean token loss of each of them.
         num_stop_votes: ranks that had `stop_vote` set when the step ended.
         num_micro_steps: forward passes of each rank.
         num_fillers: copies with weight 0 that all ranks computed to stay in step.
@@ -68,6 +70,7 @@ class StepRecord:
     cluster_loss: list[float]
     cluster_samples: list[int]
     rows: list[int]
+    losses: list[float]
     num_stop_votes: int
     num_micro_steps: int
     num_fillers: int
@@ -97,7 +100,7 @@ class ClusterEngine:
         self._num_clusters = schedule.plan.num_clusters
         self._in_backward, self._checked = False, head is None
         self._sums = self._fresh_sums()
-        self._rows: list[torch.Tensor] = []
+        self._seen: list[torch.Tensor] = []  # float64 [2, n]: rows and their losses
         self._clocks: list[Any] = []
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
         self._bare_norm: torch.Tensor | None = None
@@ -125,7 +128,7 @@ class ClusterEngine:
         self.engine.set_gradient_accumulation_boundary(self._is_last)
         self._clock()
         if self.loss_fn is None:
-            sums, counts = self._token_losses(inputs, batch)
+            sums, counts = self._sample_losses(inputs, batch)
         else:
             sums, counts = self._own_losses(self.engine(**inputs), batch)
         self._clock()
@@ -135,7 +138,18 @@ class ClusterEngine:
         loss.register_hook(self._refuse_foreign_backward)
         return loss
 
-    def _token_losses(self, inputs: dict[str, torch.Tensor], batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The module as evaluation wants it, without gradients; frozen parts that were not in training mode stay so."""
+        with in_eval_mode(self.engine), torch.no_grad():
+            yield
+
+    def sample_losses(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:  # collective at stage 3
+        """Summed cross entropy [n] of a padded batch of a causal language model, and supervised tokens [n]."""
+        inputs = {k: v.to(self.engine.device, non_blocking=True) for k, v in batch.items() if k != "labels"}
+        return self._sample_losses(inputs, {**batch, "row": batch["labels"][:, 0]})
+
+    def _sample_losses(self, inputs: dict[str, torch.Tensor], batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Summed cross entropy of each sample float [n], and the number of its supervised tokens int64 [n]."""
         device, num_samples = self.engine.device, len(batch["row"])
         lines, predictors, targets = supervised_positions(batch["labels"])  # on the host: a GPU would be waited for
@@ -190,12 +204,12 @@ class ClusterEngine:
             self._sums[_VOTES] = float(self.stop_vote)
             self._sums[_SECONDS + self.dp_rank] = self._forward_seconds()
             dist.all_reduce(self._sums)  # collective
-            mine = torch.full((self.schedule.global_batch_size,), -1, device=self._sums.device)
-            rows = torch.cat(self._rows)
-            mine[: len(rows)] = rows.to(mine.device)
+            seen = torch.cat(self._seen, dim=1)
+            mine = seen.new_full((2, self.schedule.global_batch_size), -1)
+            mine[:, : seen.shape[1]] = seen
             every = [torch.empty_like(mine) for _ in range(self.dp_world_size)]
             dist.all_gather(every, mine)  # collective
-            self._last, self._sums, self._rows = (self._sums, torch.cat(every)), self._fresh_sums(), []
+            self._last, self._sums, self._seen = (self._sums, torch.cat(every, dim=1)), self._fresh_sums(), []
         return self._is_last
 
     @property
@@ -208,15 +222,18 @@ class ClusterEngine:
         """Global sums of the last optimizer step."""
         if self._last is None:
             raise ValueError("no optimizer step yet")
-        sums, rows = self._last
+        sums, seen = self._last
+        rows, losses = seen[:, seen[0] >= 0].cpu()
+        order = rows.argsort()
         numerator, weight_sum, samples, supervised, tokens, votes, passes, fillers, *rest = sums.tolist()
         seconds, clusters = rest[: self.dp_world_size], rest[self.dp_world_size :]
-        losses, counts = clusters[: self._num_clusters], clusters[self._num_clusters :]
+        totals, counts = clusters[: self._num_clusters], clusters[self._num_clusters :]
         return StepRecord(
             loss=numerator / self._denominator, weight_sum=weight_sum, num_samples=int(samples),
             num_supervised_tokens=int(supervised), num_tokens=int(tokens),
-            cluster_loss=[s / n if n else float("nan") for s, n in zip(losses, counts, strict=True)],
-            cluster_samples=[int(n) for n in counts], rows=sorted(rows[rows >= 0].tolist()),
+            cluster_loss=[s / n if n else float("nan") for s, n in zip(totals, counts, strict=True)],
+            cluster_samples=[int(n) for n in counts], rows=rows[order].long().tolist(),
+            losses=losses[order].tolist(),
             num_stop_votes=int(votes), num_micro_steps=int(passes) // self.dp_world_size, num_fillers=int(fillers),
             predicted_skew=self._predicted_skew, rank_seconds=seconds,
         )
@@ -247,7 +264,9 @@ class ClusterEngine:
         self._sums[:_VOTES] += columns @ keep
         self._sums[_PASSES] += 1
         self._sums[_FILLERS] += int(batch["is_filler"].sum())
-        self._rows.append(batch["row"][~batch["is_filler"]])
+        own = (~batch["is_filler"]).nonzero()[:, 0]  # on the host: a GPU would be waited for
+        rows = batch["row"][own].to(keep.device, non_blocking=True).double()
+        self._seen.append(torch.stack([rows, means.double()[own.to(keep.device, non_blocking=True)]]))
         clusters = batch["cluster"].to(keep.device)
         first = _SECONDS + self.dp_world_size
         self._sums.index_add_(0, first + clusters, means.double() * keep)

@@ -6,7 +6,8 @@ samples of a pack that see each other. Shapes: P lines, T tokens, n positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,9 +36,8 @@ def require_right_losses(
     if not set(inputs) <= _TOKEN_INPUTS:
         return
     module = engine.module
-    trained, name = [m for m in module.modules() if m.training], type(module).__name__
-    engine.eval()
-    try:
+    name = type(module).__name__
+    with in_eval_mode(engine):
         start = {k: v[:1, :_CHECKED_TOKENS] for k, v in inputs.items()}
         asked = supervised_positions(start["input_ids"].cpu())
         logits = engine(**start, use_cache=False).logits
@@ -60,9 +60,18 @@ def require_right_losses(
                 among, alone, limit, f"{name} with attention {module.config._attn_implementation}: a sample's losses change "
                 "when others stand before it in its pack: set train.packing to false, or model.attn_implementation to sdpa",
             )  # fmt: skip
+
+
+@contextmanager
+def in_eval_mode(engine: Any) -> Iterator[None]:
+    """DeepSpeed's engine in evaluation mode; afterwards the modules that were in training mode are so again."""
+    trained = [module for module in engine.module.modules() if module.training]
+    engine.eval()
+    try:
+        yield
     finally:
-        for submodule in trained:
-            submodule.training = True
+        for module in trained:
+            module.training = True
 
 
 def _require_alike(found: torch.Tensor, expected: torch.Tensor, limit: float, problem: str) -> None:

@@ -29,6 +29,7 @@ from .evaluation.sandbox import require_sandbox
 from .files import is_committed, read_json, require_space, size_text
 from .hub import files_of, offline
 from .models import download_model, model_folder
+from .monitor import require_monitors
 from .recipe import ModelSection, Recipe, SourceSection
 from .sources import find_files, is_local
 
@@ -120,6 +121,8 @@ def _items(recipe: Recipe, output_dir: Path, world_size: int, local_only: bool) 
         items += _benchmark(benchmark, local_only)
     if recipe.evaluate.benchmarks:
         items.append(_item("packages of the evaluation", _require_packages))
+    if recipe.train.log_to:
+        items.append(_item("packages of train.log_to", lambda: require_monitors(recipe)))
     if set(recipe.evaluate.benchmarks) & set(EVALPLUS):
         items.append(_item("sandbox for generated code", require_sandbox))
     model = next((i.folder for i in items if i.name.endswith(recipe.model.name_or_path)), None)

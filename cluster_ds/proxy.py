@@ -286,6 +286,15 @@ def held_out_loss(
             model = load().eval()
             for rows, total in run_batches(model, tokens, batches, pad_id, ranks.device, Room(), _summed):
                 sums.update(zip(rows.tolist(), total.tolist(), strict=True))
+    return mean_losses(sums, tokens, ranks)
+
+
+def mean_losses(sums: dict[int, float], tokens: TokenTable, ranks: Ranks) -> dict[str, float]:  # collective
+    """Held-out losses from this rank's summed cross entropies by row; all ranks' together hold every row.
+
+    Returns:
+        "sample_mean", "token_mean" (nats) and "num_samples", the same on every rank.
+    """
     merged = {row: value for part in ranks.gather(sums) for row, value in part.items()}
     ce = np.array([merged[row] for row in range(len(tokens))])
     return {

@@ -148,8 +148,13 @@ class TrainSection(Section):
     normalization: Literal["sample_mean", "token_mean"] = "sample_mean"
     allocation: Literal["cluster", "tokens"] = "cluster"
     seed: int = Field(0, ge=0)
+    tf32: bool = False  # fp32 matrix products on a GPU rounded to 10 bits of mantissa; bf16 ones are not concerned
+    compile: bool = False  # each of the model's layers by torch.compile
     checkpoint_every: int = Field(100, ge=1)  # steps
-    keep_checkpoints: int = Field(2, ge=1)
+    keep_checkpoints: int = Field(2, ge=1)  # the newest ones
+    milestone_every: int | None = Field(None, ge=1)  # checkpoints of multiples of this step stay for good
+    log_to: list[Literal["tensorboard", "wandb", "csv"]] = []  # besides log.jsonl, through DeepSpeed's monitor
+    diagnose_every: int | None = Field(None, ge=1)  # steps: the ranks' gradients compared, see docs/training.md
     num_workers: int = Field(2, ge=0)  # data loader processes per rank
     max_nonfinite_steps: int = Field(0, ge=0)  # in a row whose gradient is not finite, left out by DeepSpeed
     hang_timeout_s: float = Field(1500.0, gt=0)  # without progress in training; the rank that is behind is then named
@@ -160,6 +165,11 @@ class TrainSection(Section):
         given = [k for k in ("max_tokens", "tokens_per_micro_batch") if getattr(self, k) is not None]
         if given and not self.packing:
             raise ValueError(f"{' and '.join(given)} given without packing: true")
+        if self.milestone_every is not None and self.milestone_every % self.checkpoint_every:
+            raise ValueError(
+                f"milestone_every {self.milestone_every} is no multiple of checkpoint_every {self.checkpoint_every}: there "
+                "would be no checkpoint to keep"
+            )
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise ValueError(
                 f"warmup_steps ({self.warmup_steps}) and warmup_ratio ({self.warmup_ratio}): give one of them"
@@ -186,6 +196,9 @@ class EvaluateSection(Section):
     held_out: str | SourceSection | None = None  # a source as data.path, or one with its own settings
     held_out_split: str = "train"  # of a held_out that is a path
     max_samples: int = Field(256, ge=1)
+    every: int | None = Field(None, ge=1)  # steps: the held-out loss in training as well
+    keep_best: bool = False  # the checkpoint with the least of them stays, and is exported
+    patience: int | None = Field(None, ge=1)  # training ends after this many of them in a row without a new least
     benchmarks: list[Literal["humaneval", "mbpp", "medqa"]] = []  # whose data the job needs; run by eval/, not by training
 
 
@@ -201,6 +214,20 @@ class Recipe(Section):
     deepspeed: DeepSpeedSection = DeepSpeedSection()
     hardware: HardwareSection = HardwareSection()
     evaluate: EvaluateSection = EvaluateSection()
+
+    @model_validator(mode="after")
+    def _held_out_is_there(self) -> Recipe:
+        e, every = self.evaluate, self.evaluate.every
+        if every is None and (e.keep_best or e.patience is not None):
+            raise ValueError("evaluate.keep_best and evaluate.patience need evaluate.every, the steps between evaluations")
+        if every is not None and e.held_out is None:
+            raise ValueError(f"evaluate.every {every} without evaluate.held_out: name the held-out rows")
+        if every is not None and e.keep_best and every % self.train.checkpoint_every:
+            raise ValueError(
+                f"evaluate.keep_best: evaluate.every {every} is no multiple of train.checkpoint_every "
+                f"{self.train.checkpoint_every}, so the best step would have no checkpoint: change one of them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _packs_hold_samples(self) -> Recipe:

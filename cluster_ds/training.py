@@ -16,6 +16,7 @@ from transformers import get_scheduler
 from transformers.integrations import HfDeepSpeedConfig
 
 from .checkpoint import (
+    Keep,
     checkpoint_bytes,
     export_bytes,
     export_model,
@@ -25,6 +26,7 @@ from .checkpoint import (
     save_checkpoint,
     set_aside_later,
 )
+from .diagnosis import GradientWatch
 from .distributed import Ranks, ensure_process_group
 from .ds_config import resolve_config, with_batch_arithmetic, zero_stage
 from .engine import ClusterEngine, initialize, join_deepspeed
@@ -34,20 +36,24 @@ from .loader import ClusterLoader
 from .lora import with_adapters
 from .memory import is_out_of_memory, peak_memory
 from .models import load_model, pad_token_id
+from .monitor import monitor_config, open_log
 from .plan import Plan
 from .prepare import Prepared
 from .recipe import Recipe, TrainSection
 from .run_log import RunLog
 from .schedule import Schedule
 from .shapes import quadratic_cost
+from .tokens import TokenTable
+from .validation import HeldOut, Progress, read_progress
 from .watch import LOADING, Stopped, Watch
 
 # What may change between two starts of one run: none of it changes what is learnt.
 _FREE_TO_CHANGE = {
     "micro_batch_size", "packing", "max_tokens", "tokens_per_micro_batch", "gradient_checkpointing",
-    "num_workers", "checkpoint_every", "keep_checkpoints", "export_dtype",
-    "hang_timeout_s", "max_nonfinite_steps",
+    "num_workers", "checkpoint_every", "keep_checkpoints", "milestone_every", "export_dtype",
+    "hang_timeout_s", "max_nonfinite_steps", "log_to", "diagnose_every", "tf32", "compile",
 }
+_ENDS_TRAINING = {"every", "keep_best", "patience"}  # of the recipe's evaluate section
 
 
 @dataclass(frozen=True)
@@ -59,52 +65,85 @@ class TrainResult:
         num_steps: optimizer steps of the whole run.
         seconds: of this process's training, 0 when everything was there already.
         reused: whether the model was there already.
+        stopped_early: whether the held-out loss ended it before its last step.
     """
 
     model: Path
     num_steps: int
     seconds: float
     reused: bool
+    stopped_early: bool = False
 
 
 def train(
-    recipe: Recipe, prepared: Prepared, output_dir: Path, ranks: Ranks, resume: str | None = None
+    recipe: Recipe, prepared: Prepared, output_dir: Path, ranks: Ranks, resume: str | None = None,
+    held_out: TokenTable | None = None,
 ) -> TrainResult:  # collective
     """Train on the plan, from the newest whole checkpoint of `output_dir` if there is one, or from `resume`.
+
+    Args:
+        recipe: says how.
+        prepared: the plan and its samples.
+        output_dir: the run's folder.
+        ranks: all call this.
+        resume: name or path of the checkpoint to go on from.
+        held_out: what evaluate.every looks at.
 
     Raises:
         ValueError: if the folder holds a run of something else, naming what differs, or only damaged checkpoints.
     """
     config = resolve_config(recipe.deepspeed.config, recipe.train, ranks.world_size)
-    num_steps = ranks.on_main(lambda: _schedule(recipe, prepared.plan).num_steps)
-    identity = {**_identity(recipe, prepared.plan, config), "num_steps": num_steps}
+    total = ranks.on_main(lambda: _schedule(recipe, prepared.plan).num_steps)
+    identity = {**_identity(recipe, prepared.plan, config), "num_steps": total}
     model_folder = output_dir / "model"
-    exported = {**identity, "export_dtype": recipe.train.export_dtype}
-    finished = ranks.on_main(lambda: is_committed(model_folder) and read_json(model_folder / "manifest.json") == exported)
-    if finished and resume is None:
+    exported = {**identity, "export_dtype": recipe.train.export_dtype, **recipe.evaluate.model_dump(include=_ENDS_TRAINING)}
+    finished = ranks.on_main(lambda: _finished(model_folder, exported))
+    if finished is not None and resume is None:
         ranks.print(f"[train] reused the finished model {model_folder}")
-        return TrainResult(model_folder, num_steps, 0.0, True)
+        return TrainResult(model_folder, finished, 0.0, True, finished < total)
     step = ranks.on_main(lambda: _resume_step(output_dir, identity, recipe, ranks, resume))
     ranks.on_main(lambda: write_text(output_dir / "recipe.yaml", recipe.to_yaml()))
+    config |= ranks.on_main(lambda: monitor_config(recipe, output_dir, step, config))
 
     ensure_process_group(ranks)
     started = time.perf_counter()
     dtype = getattr(torch, recipe.train.export_dtype)
+    checkpoints = output_dir / "checkpoints"
     with peak_memory("training", ranks), _explained(recipe):
         engine, loader = build_training(recipe, prepared, config, ranks)
-        if step < num_steps:
+        if step < total:
             needed = checkpoint_bytes(engine) + export_bytes(engine, dtype)
             ranks.on_main(lambda: require_space(output_dir, needed, "one checkpoint and the exported model"))
         if step:
-            load_checkpoint(engine, output_dir / "checkpoints", step, ranks)
+            load_checkpoint(engine, checkpoints, step, ranks)
             loader.load_state_dict({"step": step})
+        progress = ranks.on_main(lambda: read_progress(output_dir, step, recipe.evaluate.patience))
+        watched = None if held_out is None or recipe.evaluate.every is None else HeldOut(
+            held_out, recipe.selection.tokens_per_batch, pad_token_id(prepared.tokenizer), ranks
+        )
         with ranks.watch.deferring(recipe.train.hang_timeout_s):
-            _loop(recipe, engine, loader, output_dir, identity, ranks)
+            step = _loop(recipe, prepared, engine, loader, output_dir, identity, ranks, watched, progress)
+    best = progress.best_step if recipe.evaluate.keep_best else step
+    if best is not None and best != step:
+        with peak_memory("loading the best checkpoint", ranks):
+            release(engine)  # DeepSpeed's stage 3 wants a new engine to load into
+            engine, _ = build_training(recipe, prepared, config, ranks)
+            load_checkpoint(engine, checkpoints, best, ranks)
+        ranks.print(f"[train] exporting step {best}, whose held-out loss was the least, not step {step}")
     with peak_memory("export", ranks):
+        exported |= {"steps_done": step, "step": step if best is None else best}
         export_model(engine, prepared.tokenizer, model_folder, dtype, exported, ranks)
     release(engine)  # the exported model is about to be loaded for evaluation
     ranks.print(f"[train] exported and reloaded {model_folder}")
-    return TrainResult(model_folder, num_steps, time.perf_counter() - started, False)
+    return TrainResult(model_folder, step, time.perf_counter() - started, False, step < total)
+
+
+def _finished(model_folder: Path, exported: dict[str, Any]) -> int | None:
+    """Steps of the finished run whose model lies here; None if there is none, or it is another's."""
+    if not is_committed(model_folder):
+        return None
+    manifest = read_json(model_folder / "manifest.json")
+    return manifest["steps_done"] if {k: manifest.get(k) for k in exported} == exported else None
 
 
 def make_optimizer(model: torch.nn.Module, train: TrainSection, on_gpu: bool) -> torch.optim.Optimizer:
@@ -222,49 +261,90 @@ def build_training(
 
 
 def _loop(
-    recipe: Recipe, engine: ClusterEngine, loader: ClusterLoader, output_dir: Path, identity: dict[str, Any], ranks: Ranks
-) -> None:  # collective
-    train = recipe.train
-    schedule, first, watch = engine.schedule, loader.step, ranks.watch
-    log = RunLog(output_dir, first, schedule) if ranks.is_main else None
-    bar = tqdm(total=schedule.num_steps, initial=first, desc="train", unit="step", disable=not ranks.is_main or None)
-    step, started, waited, num_left_out = first, time.perf_counter(), 0.0, 0
+    recipe: Recipe, prepared: Prepared, engine: ClusterEngine, loader: ClusterLoader, output_dir: Path,
+    identity: dict[str, Any], ranks: Ranks, held_out: HeldOut | None, progress: Progress,
+) -> int:  # collective
+    """Train from the loader's step on.
+
+    Returns:
+        steps done: all, or as many as the held-out loss allowed.
+    Raises:
+        Stopped: behind a checkpoint, if that was asked for.
+    """
+    train, evaluate = recipe.train, recipe.evaluate
+    schedule, step, watch = engine.schedule, loader.step, ranks.watch
+    if progress.is_exhausted:  # stopped behind its last evaluation, before the export
+        return step
+    log = open_log(recipe, prepared, engine, output_dir, step) if ranks.is_main else None
+    gradients = GradientWatch(engine.engine.module, ranks.device) if train.diagnose_every else None
+    bar = tqdm(total=schedule.num_steps, initial=step, desc="train", unit="step", disable=not ranks.is_main or None)
+    started, waited, num_left_out, looking = time.perf_counter(), 0.0, 0, False
     for batch, wait_s in _timed(loader, watch):
         waited += wait_s
         lr = engine.lr
         where = f"step {step + 1}, micro-batch {batch['micro_step'] + 1}"
+        if gradients is not None and batch["micro_step"] == 0 and (step + 1) % (train.diagnose_every or 1) == 0:
+            looking = True
+            gradients.begin()
         watch.at(f"{where}, forward")
         loss = engine(batch)
         watch.at(f"{where}, backward")
         engine.backward(loss)
+        if gradients is not None and looking:
+            gradients.next_micro_batch()
         watch.at(f"{where}, update")
         engine.stop_vote = watch.requested is not None
         if not engine.step():
             continue
+        diagnosis = gradients.end() if gradients is not None and looking else None  # collective
+        looking = False
         record = engine.last_record
         now = time.perf_counter()
         if log is not None:
-            log.write(step, record, lr, engine.grad_norm, now - started, waited)
+            log.write(step, record, lr, engine.grad_norm, now - started, waited, diagnosis)
             bar.set_postfix(loss=f"{record.loss:.3f}", tok_s=f"{record.num_tokens / (now - started):.0f}", refresh=False)
         if math.isfinite(record.loss) and math.isfinite(engine.grad_norm or 0.0) and engine.step_applied:
             num_left_out = 0
         else:
             num_left_out += 1
             _judge_step(train, engine, step + 1, num_left_out, ranks)
-        step, started, waited = step + 1, time.perf_counter(), 0.0
+        step += 1
         bar.update()
-        if step % train.checkpoint_every == 0 or step == schedule.num_steps or record.num_stop_votes:
+        last = step == schedule.num_steps
+        if held_out is not None and (step % (evaluate.every or 1) == 0 or last):
+            with watch.unhurried():
+                _evaluate(held_out, engine, step, progress, log)  # collective
+        if step % train.checkpoint_every == 0 or last or record.num_stop_votes or progress.is_exhausted:
             if log is not None:
                 log.sync()  # a checkpoint never knows of steps that the log does not
             state = {"identity": identity, "batches": batch_text(recipe, ranks.world_size)}
+            best = progress.best_step if evaluate.keep_best else None
+            keep = Keep(train.keep_checkpoints, train.milestone_every, best)
             with watch.unhurried():
-                save_checkpoint(engine, output_dir / "checkpoints", step, state, ranks, train.keep_checkpoints)  # collective
-            started = time.perf_counter()
+                save_checkpoint(engine, output_dir / "checkpoints", step, state, ranks, keep)  # collective
+        if progress.is_exhausted and not last:
+            ranks.print(
+                f"[train] stopped early behind step {step} of {schedule.num_steps}: the held-out loss had its least at step "
+                f"{progress.best_step}, {evaluate.patience} evaluations ago (evaluate.patience)"
+            )
+            break
         if record.num_stop_votes:
             raise Stopped(step)
+        started, waited = time.perf_counter(), 0.0
     bar.close()
     if log is not None:
         log.close()
+    return step
+
+
+def _evaluate(
+    held_out: HeldOut, engine: ClusterEngine, step: int, progress: Progress, log: RunLog | None
+) -> None:  # collective
+    started = time.perf_counter()
+    losses = held_out.loss(engine)
+    progress.losses.append((step, losses["sample_mean"]))
+    if log is not None:
+        log.write_held_out(step, losses, time.perf_counter() - started, progress.best_step)
 
 
 def run_step(engine: ClusterEngine, batches: Iterator[dict[str, Any]]) -> None:  # collective

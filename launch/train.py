@@ -35,9 +35,9 @@ def run(recipe: Recipe, output_dir: Path, ranks: Ranks, args: argparse.Namespace
     prepared = prepare(recipe, output_dir, ranks)
     held_out = held_out_tokens(recipe, output_dir, ranks)
     before = evaluate_held_out(recipe, held_out, prepared.model_folder, output_dir, ranks, label="before")
-    result = train(recipe, prepared, output_dir, ranks, args.resume)
+    result = train(recipe, prepared, output_dir, ranks, args.resume, held_out)
     after = evaluate_held_out(recipe, held_out, result.model, output_dir, ranks, label="after")
-    lines = ranks.on_main(lambda: census(output_dir, prepared.plan, result.num_steps))
+    lines = ranks.on_main(lambda: census(output_dir, prepared.plan, result.num_steps, result.stopped_early))
     ranks.print(*(f"[census] {line}" for line in lines))
     print_summary(recipe, prepared, result, before, after, output_dir, ranks, time.perf_counter() - started)
 

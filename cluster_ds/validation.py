@@ -1,0 +1,73 @@
+"""Stage 13d: the held-out loss while training goes on: which step was best, and when to stop early.
+
+The ranks share the samples and forward the same number of batches, as ZeRO-3 demands. Nothing random is drawn, so a run that
+looks at held-out samples trains exactly as one that does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .distributed import Ranks
+from .engine import ClusterEngine
+from .proxy import mean_losses
+from .run_log import read_lines
+from .shards import length_batches
+from .tokens import TokenTable, pad_batch
+
+
+@dataclass
+class Progress:
+    """The held-out losses of a run so far.
+
+    Attributes:
+        patience: evaluations in a row without a new least after which training ends; None: never.
+        losses: (step, mean loss over samples) of each evaluation, in order.
+    """
+
+    patience: int | None
+    losses: list[tuple[int, float]] = field(default_factory=list)
+
+    @property
+    def best_step(self) -> int | None:
+        """The first step with the least loss."""
+        finite = [(loss, step) for step, loss in self.losses if np.isfinite(loss)]
+        return min(finite)[1] if finite else None
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether patience has run out."""
+        if self.patience is None or self.best_step is None:
+            return False
+        return sum(step > self.best_step for step, _ in self.losses) >= self.patience
+
+
+def read_progress(output_dir: Path, first: int, patience: int | None) -> Progress:
+    """What a run has seen up to the step from which it goes on."""
+    entries = read_lines(output_dir / "held_out.jsonl")
+    return Progress(patience, [(e["step"], e["sample_mean"]) for e in entries if e["step"] <= first])
+
+
+class HeldOut:
+    """Held-out samples, batched once."""
+
+    def __init__(self, tokens: TokenTable, tokens_per_batch: int, pad_id: int, ranks: Ranks):
+        self.tokens, self.pad_id, self.ranks = tokens, pad_id, ranks
+        batches = length_batches(tokens.num_tokens, tokens_per_batch)
+        mine = batches[ranks.rank :: ranks.world_size]
+        most = -(-len(batches) // ranks.world_size)
+        self.batches = mine + [batches[-1]] * (most - len(mine))  # another rank's: its sums are the same
+
+    def loss(self, engine: ClusterEngine) -> dict[str, float]:  # collective
+        """Of the model as it is, see `proxy.mean_losses`."""
+        sums: dict[int, float] = {}
+        with engine.evaluating():
+            for rows in self.batches:
+                arrays = pad_batch([self.tokens[int(row)] for row in rows], self.pad_id)
+                found, _ = engine.sample_losses({name: torch.from_numpy(value) for name, value in arrays.items()})
+                sums.update(zip(rows.tolist(), found.double().tolist(), strict=True))
+        return mean_losses(sums, self.tokens, self.ranks)
