@@ -10,6 +10,7 @@ import gc
 import hashlib
 import random
 import shutil
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,12 +139,38 @@ def _num_elements(parameter: torch.nn.Parameter) -> int:
     return getattr(parameter, "ds_numel", parameter.numel())  # at ZeRO stage 3 a parameter itself is empty
 
 
-def find_checkpoint(folder: Path, wanted: str | None = None) -> Found:
+def find_sound_checkpoint(folder: Path, wanted: str | None, ranks: Ranks) -> Found:  # collective
+    """As `find_checkpoint`, after the ranks have read what was found and compared its files with their checksums."""
+    unsound: dict[str, str] = {}
+    while True:
+        found = ranks.on_main(lambda: find_checkpoint(folder, wanted, unsound))
+        if found.step is None:
+            return found
+        files = sorted((folder / tag_of(found.step)).glob("*.pt"))
+        mine = [problem for file in files[ranks.rank :: ranks.world_size] if (problem := _unsound(file)) is not None]
+        problems = [problem for part in ranks.gather(mine) for problem in part]
+        if not problems:
+            return found
+        unsound[tag_of(found.step)] = problems[0]
+
+
+def _unsound(file: Path) -> str | None:
+    """What is wrong with a file of torch's, which is a zip archive with a checksum of each tensor."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            bad = archive.testzip()
+    except (zipfile.BadZipFile, OSError) as error:
+        return f"{file.name}: {error}"
+    return None if bad is None else f"{file.name}: {bad} does not match its checksum"
+
+
+def find_checkpoint(folder: Path, wanted: str | None = None, unsound: dict[str, str] | None = None) -> Found:
     """The newest whole checkpoint, or the one that is wanted.
 
     Args:
         folder: of all checkpoints.
         wanted: a checkpoint's path, or its name in `folder`.
+        unsound: names of checkpoints that are known to be damaged, with what is wrong.
 
     Raises:
         ValueError: if there are finished checkpoints but all of them are damaged, or the one that is wanted is not whole;
@@ -154,14 +181,14 @@ def find_checkpoint(folder: Path, wanted: str | None = None) -> Found:
         if path.parent != folder or not path.is_dir():
             there = ", ".join(p.name for p in sorted(folder.glob("step-*"))) or "none"
             raise ValueError(f"--resume {wanted}: no such checkpoint in {folder}, which has {there}")
-        problem = _problem(path)
+        problem = _problem(path, unsound)
         if problem is not None:
             raise ValueError(f"--resume {wanted}: {path} is not whole: {problem}")
         return Found(read_json(path / MANIFEST)["step"], [])
     notes: list[str] = []
     damaged: list[str] = []
     for path in sorted(folder.glob("step-*"), reverse=True):
-        problem = _problem(path)
+        problem = _problem(path, unsound)
         if problem is None:
             return Found(read_json(path / MANIFEST)["step"], notes)
         notes.append(f"checkpoint {path.name} passed over: {problem}")
@@ -347,7 +374,9 @@ def _verify_export(kind: Any, folder: Path, digests: dict[str, bytes]) -> None:
         raise ValueError(f"export {folder}: {len(different)} weights differ after reloading, the first is {different[0]}")
 
 
-def _problem(path: Path) -> str | None:
+def _problem(path: Path, unsound: dict[str, str] | None = None) -> str | None:
+    if unsound and path.name in unsound:
+        return unsound[path.name]
     if not (path / MANIFEST).is_file():
         return "its saving was interrupted"
     try:

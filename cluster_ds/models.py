@@ -11,6 +11,8 @@ import torch
 from sentencepiece import SentencePieceProcessor
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import is_flash_attn_2_available
 
 from .embedded import resolve_model
 from .files import hash_files
@@ -135,9 +137,26 @@ def pad_token_id(tokenizer: Any) -> int:
     return next(i for i in candidates if i is not None)
 
 
+def attention_of(section: ModelSection) -> str:
+    """The attention that the section names, or sdpa where flash-attention cannot run."""
+    name = section.attn_implementation
+    return "sdpa" if name == "flash_attention_2" and not is_flash_attn_2_available() else name
+
+
 def load_model(folder: Path, section: ModelSection, dtype: torch.dtype, device: torch.device | None) -> PreTrainedModel:
     """The causal language model in `dtype`, straight onto `device` (None leaves placement to DeepSpeed)."""
     placement = {} if device is None else {"device_map": {"": device}}
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation=section.attn_implementation, **placement
-    )
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention_of(section), **placement)
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Have torch compile each of the model's layers at its first use, for any length; what lies between stays as it is.
+
+    Raises:
+        ValueError: if the model is not made of transformers' layers.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(f"train.compile: {type(model).__name__} has no layers of transformers' kind: set it to false")
+    for layer in layers:
+        layer.compile(dynamic=True)

@@ -23,7 +23,7 @@ from .arguments import add_recipe_arguments, recipe_from_args
 from .distributed import PeerError, Ranks, is_peer_gone, ranks_of_job
 from .dry_run import duration, prediction_of, training_seconds
 from .files import is_disk_full, read_json, write_json
-from .models import load_model, load_tokenizer, model_hash, pad_token_id
+from .models import attention_of, load_model, load_tokenizer, model_hash, pad_token_id
 from .plan import counts_text
 from .prepare import Prepared, cache_dir, extraction_dtype, prepare_tokens
 from .proxy import held_out_loss
@@ -32,6 +32,7 @@ from .tokens import TokenTable
 from .training import TrainResult
 from .watch import EXIT_STOPPED, STOP_FILE, Stopped
 
+_SDPA = "model.attn_implementation to sdpa"
 _held: list[IO[str]] = []  # lock files of this process, open until it ends
 
 
@@ -116,6 +117,13 @@ def open_run(recipe: Recipe, output_dir: Path, ranks: Ranks) -> None:  # collect
         ranks.print(f"[run] recipe {recipe.name}, {where}, folder {output_dir}")
 
     ranks.on_main(work)
+    attention = ranks.gather(attention_of(recipe.model))
+    if len(set(attention)) > 1:
+        without = [rank for rank, name in enumerate(attention) if name == "sdpa"]
+        raise ValueError(f"ranks {without} have no flash-attention, the others have: install it there, or set {_SDPA}")
+    if attention[0] != recipe.model.attn_implementation:
+        asked = f"model.attn_implementation is {recipe.model.attn_implementation}"
+        ranks.print(f"[run] {asked}, but flash-attention is not installed here or there is no GPU for it: sdpa in its place")
     cache = cache_dir(recipe, output_dir)
     ranks.on_main(lambda: cache.mkdir(parents=True, exist_ok=True))
     for folder, what in ((lock, output_dir), (cache, cache)):

@@ -16,11 +16,12 @@ from transformers import get_scheduler
 from transformers.integrations import HfDeepSpeedConfig
 
 from .checkpoint import (
+    Found,
     Keep,
     checkpoint_bytes,
     export_bytes,
     export_model,
-    find_checkpoint,
+    find_sound_checkpoint,
     load_checkpoint,
     release,
     save_checkpoint,
@@ -35,7 +36,7 @@ from .files import is_committed, read_json, require_ours, require_space, write_t
 from .loader import ClusterLoader
 from .lora import with_adapters
 from .memory import is_out_of_memory, peak_memory
-from .models import load_model, pad_token_id
+from .models import compile_layers, load_model, pad_token_id
 from .monitor import monitor_config, open_log
 from .plan import Plan
 from .prepare import Prepared
@@ -101,7 +102,9 @@ def train(
     if finished is not None and resume is None:
         ranks.print(f"[train] reused the finished model {model_folder}")
         return TrainResult(model_folder, finished, 0.0, True, finished < total)
-    step = ranks.on_main(lambda: _resume_step(output_dir, identity, recipe, ranks, resume))
+    ranks.on_main(lambda: require_ours(model_folder))
+    found = find_sound_checkpoint(output_dir / "checkpoints", resume, ranks)
+    step = ranks.on_main(lambda: _resume_step(output_dir, identity, recipe, ranks, found, resume is not None))
     ranks.on_main(lambda: write_text(output_dir / "recipe.yaml", recipe.to_yaml()))
     config |= ranks.on_main(lambda: monitor_config(recipe, output_dir, step, config))
 
@@ -184,13 +187,11 @@ def _identity(recipe: Recipe, plan: Plan, config: dict[str, Any]) -> dict[str, A
 
 
 def _resume_step(
-    output_dir: Path, identity: dict[str, Any], recipe: Recipe, ranks: Ranks, wanted: str | None
+    output_dir: Path, identity: dict[str, Any], recipe: Recipe, ranks: Ranks, found: Found, wanted: bool
 ) -> int:
     """Steps that a whole checkpoint of this very run has done; 0 to begin."""
-    require_ours(output_dir / "model")
     folder = output_dir / "checkpoints"
-    found = find_checkpoint(folder, wanted)
-    if wanted is not None and found.step is not None:
+    if wanted and found.step is not None:
         for later in set_aside_later(folder, found.step):
             ranks.print(f"[train] {later.name} holds what this run will no longer lead to: kept, but passed over")
     ranks.print(*(f"[train] {note}" for note in found.notes))
@@ -233,7 +234,10 @@ def build_training(
     model = base if recipe.model.lora is None else with_adapters(base, recipe.model.lora, t.seed)
     del holder
     if t.gradient_checkpointing:
-        base.gradient_checkpointing_enable({"use_reentrant": False})
+        base.activation_checkpointing_enable({"use_reentrant": False})
+    if t.compile:
+        compile_layers(base)
+    torch.set_float32_matmul_precision("high" if t.tf32 else "highest")
     if t.precision == "bf16_autocast":
         torch.set_autocast_cache_enabled(False)  # the cache would cost 2 more bytes a parameter
     model.train()

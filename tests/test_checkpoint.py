@@ -1,6 +1,8 @@
 import pytest
+import torch
 
-from cluster_ds.checkpoint import find_checkpoint, set_aside_later, tag_of
+from cluster_ds.checkpoint import find_checkpoint, find_sound_checkpoint, set_aside_later, tag_of
+from cluster_ds.distributed import Ranks
 from cluster_ds.files import write_json
 
 
@@ -60,3 +62,23 @@ def test_going_back_to_an_older_one(tmp_path):
         find_checkpoint(folder, "step-00000007")
     assert [p.name for p in set_aside_later(folder, 5)] == ["set-aside-step-00000010", "set-aside-step-00000015"]
     assert find_checkpoint(folder).step == 5
+
+
+def test_a_flipped_bit_is_found_before_it_is_loaded(tmp_path):
+    """The sizes are right; only reading the files tells."""
+    for step in (5, 10):
+        path = tmp_path / tag_of(step)
+        path.mkdir()
+        torch.save({"weight": torch.arange(1000.0)}, path / "states.pt")
+        write_json(path / "manifest.json", {"step": step, "files": {"states.pt": (path / "states.pt").stat().st_size}})
+    ranks = Ranks(0, 1, 0)
+    assert find_sound_checkpoint(tmp_path, None, ranks).step == 10
+    file = tmp_path / tag_of(10) / "states.pt"
+    data = bytearray(file.read_bytes())
+    data[data.index(torch.arange(500.0, 502.0).numpy().tobytes())] ^= 1
+    file.write_bytes(data)
+    found = find_sound_checkpoint(tmp_path, None, ranks)
+    assert found.step == 5 and "checkpoint step-00000010 passed over: states.pt: " in found.notes[0]
+    assert "does not match its checksum" in found.notes[0]
+    with pytest.raises(ValueError, match="--resume step-00000010: .* is not whole: states.pt: .* does not match its checksum"):
+        find_sound_checkpoint(tmp_path, "step-00000010", ranks)

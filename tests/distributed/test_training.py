@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cluster_ds.recipe import load_recipe
+from cluster_ds.run_log import read_lines
 
 from ..conftest import tiny_llama
 from .ranks import run_on_ranks
@@ -31,6 +32,10 @@ RUNS = {  # name: (tied embeddings, overrides); stage 3 first: zero.Init must no
     "dropout": ("dropout", ["deepspeed.config=zero2", "train.precision=fp32"]),
     "packed": (True, ["deepspeed.config=zero2", "train.precision=fp32", "train.packing=true", "train.tokens_per_micro_batch=64"]),
     "packed_bf16_3": (True, ["deepspeed.config=zero3", "train.packing=true", "train.gradient_checkpointing=true"]),
+    "lora": (True, ["deepspeed.config=zero2", "train.precision=fp32", "model.lora.rank=4", "train.lr=1e-2"]),
+    "lora_bf16_3": (True, ["deepspeed.config=zero3", "model.lora.rank=4", "train.lr=1e-2", "train.packing=true"]),
+    "looked_at": (True, ["deepspeed.config=zero2", "train.precision=fp32", "train.diagnose_every=2", "evaluate.every=2"]),
+    "looked_at_3": (True, ["deepspeed.config=zero3", "train.precision=fp32", "train.diagnose_every=2", "evaluate.every=2"]),
     "workers": (True, ["deepspeed.config=zero2", "train.precision=fp32", "train.num_workers=2"]),
 }
 RECIPE = """\
@@ -49,6 +54,7 @@ train:
   checkpoint_every: 3
   keep_checkpoints: 10
   num_workers: 0
+evaluate: {{held_out: {data}, max_samples: 13}}
 """
 
 
@@ -80,8 +86,9 @@ def run_all(rank, world, folder, recipes):
     import torch.distributed as dist
 
     from cluster_ds.distributed import Ranks
-    from cluster_ds.prepare import prepare
+    from cluster_ds.prepare import prepare, prepare_tokens
     from cluster_ds.run_log import census
+    from cluster_ds.runs import evaluate_held_out
     from cluster_ds.training import train
 
     ranks = Ranks(rank, world, rank, dist.distributed_c10d._get_default_store())
@@ -90,13 +97,16 @@ def run_all(rank, world, folder, recipes):
         recipe = load_recipe(recipes[tied], overrides)
         output = Path(folder, name)
         prepared = prepare(recipe, output, ranks)
-        result = train(recipe, prepared, output, ranks)
+        held_out = prepare_tokens(recipe, output, ranks, held_out=True) if recipe.evaluate.every else None
+        result = train(recipe, prepared, output, ranks, held_out=held_out)
+        if held_out is not None:
+            lines["held out", name] = evaluate_held_out(recipe, held_out, result.model, output, ranks, label="after")
         lines[name] = ranks.on_main(lambda o=output, p=prepared, r=result: census(o, p.plan, r.num_steps))
         held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in gc.get_objects() if torch.is_tensor(t)}
         lines[name].append(sum(held.values()))
         again = Path(folder, f"{name}_resumed")
         ranks.on_main(lambda o=output, a=again: forget_the_end(o, a))
-        train(recipe, prepared, again, ranks)
+        train(recipe, prepared, again, ranks, held_out=held_out)
     return lines
 
 
@@ -159,7 +169,7 @@ def test_resumed_behind_step_3_ends_with_the_same_bits(runs, name):
     ("name", "like", "tolerance"),
     [
         ("stage2", "stage0", 1e-5), ("stage3", "stage0", 1e-5), ("untied3", "untied2", 1e-5),
-        ("checkpointing", "stage2", 1e-5), ("workers", "stage2", 0.0), ("packed", "stage2", 1e-5), ("bf16_3", "bf16_2", 0.05),
+        ("checkpointing", "stage2", 1e-5), ("workers", "stage2", 0.0), ("looked_at", "stage2", 0.0), ("looked_at_3", "stage3", 0.0), ("packed", "stage2", 1e-5), ("bf16_3", "bf16_2", 0.05),
         ("packed_bf16_3", "bf16_3", 0.05), ("offload", "bf16_3", 0.05), ("bf16_1", "bf16_2", 0.05),
         ("bf16_0", "bf16_2", 0.05), ("bf16_2", "stage2", 0.2),
     ],
@@ -198,3 +208,77 @@ def test_packs_and_skew_are_in_the_log(runs):
     tails = {e["step"]: 8 - e["num_samples"] for e in padded}
     assert {e["step"]: e["fillers"] for e in padded} == tails  # slots of a short last batch
     assert sum(e["fillers"] for e in entries) <= sum(tails.values())
+
+
+@pytest.mark.parametrize("name", ["looked_at", "looked_at_3"])
+def test_held_out_losses_are_those_of_the_exported_model(runs, name):
+    """Measured in training on both ranks, and by the evaluation after it; a resumed run has seen each step once."""
+    folder, lines = runs
+    found = [read_lines(folder / run / "held_out.jsonl") for run in (name, f"{name}_resumed")]
+    assert [e["step"] for e in found[0]] == [2, 4, 6] and [e["sample_mean"] for e in found[0]] == [e["sample_mean"] for e in found[1]]
+    after = lines["held out", name]
+    assert found[0][-1]["num_samples"] == 10 and found[0][0]["sample_mean"] != after["sample_mean"]
+    for kind in ("sample_mean", "token_mean"):
+        assert found[0][-1][kind] == pytest.approx(after[kind], rel=1e-6)
+    diagnosed = [e for e in read_lines(folder / name / "log.jsonl") if "rank_cosine" in e]
+    assert [e["step"] for e in diagnosed] == [2, 4, 6]
+    assert all(-1 < e["rank_cosine"] < 1 and e["num_gradients"] == 4 and e["standard_error"] == 0 for e in diagnosed)
+
+
+def test_the_adapter_beside_the_merged_model_makes_it_of_the_base(runs):
+    from peft import PeftModel
+
+    folder, _ = runs
+    model = PeftModel.from_pretrained(model_of(True), folder / "lora" / "model" / "adapter")
+    ids = torch.arange(5, 40)[None]
+    base, expected, merged = (m.eval()(input_ids=ids).logits for m in (model_of(True), model, reload(folder, "lora")))
+    assert (merged - expected).abs().max() < 1e-5 < 1e-2 < (expected - base).abs().max()
+    saved = torch.load(folder / "lora" / "checkpoints" / "step-00000006" / "mp_rank_00_model_states.pt", weights_only=False)
+    own = [key for key in saved["module"] if ".lora_" not in key]
+    assert len(saved["module"]) == 28 + 1 and own == ["base_model.model.lm_head.weight"]  # of the base only what is tied
+
+
+def ends_early(rank, world, folder, recipe_file):
+    """Held-out text that training leads away from; ended, started again, and once more without the exported model."""
+    import torch.distributed as dist
+
+    from cluster_ds.distributed import Ranks
+    from cluster_ds.prepare import prepare, prepare_tokens
+    from cluster_ds.run_log import census
+    from cluster_ds.runs import evaluate_held_out
+    from cluster_ds.training import train
+
+    ranks = Ranks(rank, world, rank, dist.distributed_c10d._get_default_store())
+    settings = ["deepspeed.config=zero3", "train.precision=fp32", "train.epochs=9", "train.lr=1e-2", "train.checkpoint_every=1"]
+    other = Path(folder, "other.jsonl")
+    rows = [{"instruction": f"count to {i}", "response": bytes(range(97 + i, 117 + i)).decode("latin-1")} for i in range(6)]
+    ranks.on_main(lambda: other.write_text("".join(json.dumps(row) + "\n" for row in rows)))
+    settings += [f"evaluate.held_out={other}", "train.keep_checkpoints=1", "evaluate.every=2", "evaluate.keep_best=true", "evaluate.patience=3"]
+    recipe, output = load_recipe(recipe_file, settings), Path(folder, "early")
+    prepared, held_out = prepare(recipe, output, ranks), prepare_tokens(recipe, output, ranks, held_out=True)
+    out = {}
+    for start in ("first", "again", "without the model"):
+        result = train(recipe, prepared, output, ranks, held_out=held_out)
+        out[start] = (result.num_steps, result.stopped_early, result.reused, (result.model / "model.safetensors").read_bytes())
+        ranks.gather(True)
+        if start == "again" and ranks.is_main:
+            shutil.rmtree(result.model)
+        ranks.gather(True)
+    out["loss"] = evaluate_held_out(recipe, held_out, result.model, output, ranks, label="after")["sample_mean"]
+    out["census"] = ranks.on_main(lambda: census(output, prepared.plan, result.num_steps, result.stopped_early))
+    return out
+
+
+def test_training_ends_early_and_exports_the_best_checkpoint(tmp_path):
+    """Stage 3, whose engine must be built anew to load what it has saved itself."""
+    found = run_on_ranks(ends_early, 2, str(tmp_path), write_recipe(tmp_path, True))[0]
+    losses = {e["step"]: e["sample_mean"] for e in read_lines(tmp_path / "early" / "held_out.jsonl")}
+    best, last = min(losses, key=losses.get), max(losses)
+    assert last == best + 6 and last < 27  # three evaluations later
+    steps, early, reused, model = found["first"]
+    assert (steps, early, reused) == (last, True, False) and found["loss"] == pytest.approx(losses[best], rel=1e-6)
+    assert found["again"] == (last, True, True, model) and found["without the model"] == (last, True, False, model)
+    checkpoints = tmp_path / "early" / "checkpoints"
+    assert sorted(p.name for p in checkpoints.glob("step-*")) == [f"step-{best:08d}", f"step-{last:08d}"]
+    assert json.loads((checkpoints / "best.json").read_text())["checkpoint"] == f"step-{best:08d}"
+    assert len(found["census"]) == -(-last // 3)
