@@ -11,7 +11,10 @@ import hashlib
 import random
 import shutil
 import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ import torch
 
 from .distributed import Ranks, on_gpu
 from .engine import ClusterEngine
-from .files import MANIFEST, commit_folder, fsync, read_json, require_space, write_json
+from .files import MANIFEST, commit_folder, fsync, is_disk_full, read_json, require_space, write_json
 from .lora import Update, base_name, base_of, is_adapted, updates_of
 from .universal import LEFTOVER, load_other_world_size
 
@@ -69,7 +72,7 @@ def tag_of(step: int) -> str:
 
 def save_checkpoint(
     engine: ClusterEngine, folder: Path, step: int, state: dict[str, Any], ranks: Ranks, keep: Keep
-) -> None:  # collective
+) -> str | None:  # collective
     """Write one checkpoint at a step boundary, then prune older ones.
 
     Args:
@@ -79,37 +82,85 @@ def save_checkpoint(
         state: goes into the manifest.
         ranks: all call this.
         keep: which whole checkpoints stay, this one among them; unfinished and damaged ones go.
+    Returns:
+        None, or why the disk could not hold it; nothing is left of it then, and no older one was touched.
     """
     target = folder / tag_of(step)
 
-    def make_room() -> None:
+    def make_room() -> str | None:
         shutil.rmtree(target, ignore_errors=True)  # an unfinished one of the same step
-        require_space(folder, checkpoint_bytes(engine), f"the checkpoint of step {step}")
+        try:
+            require_space(folder, checkpoint_bytes(engine), f"the checkpoint of step {step}")
+        except ValueError as error:
+            return str(error)
+        return None
 
-    ranks.on_main(make_room)
-    engine.engine.save_checkpoint(  # collective
-        str(folder), tag=tag_of(step), client_state={}, save_latest=False,
-        exclude_frozen_parameters=is_adapted(engine.engine.module),
-    )
-    torch.save(_random_state(), target / f"random_rank_{ranks.rank}.pt")
-    ranks.gather(True)  # every rank's files are written
+    problem = ranks.on_main(make_room)
+    if problem is not None:
+        return problem
+    full: list[str] = []
+    with _disk_full_noted(engine.engine, full):
+        engine.engine.save_checkpoint(  # collective
+            str(folder), tag=tag_of(step), client_state={}, save_latest=False,
+            exclude_frozen_parameters=is_adapted(engine.engine.module),
+        )
+    if not full:
+        _unless_disk_full(full, torch.save, _random_state(), target / f"random_rank_{ranks.rank}.pt")
+    problems = [text for part in ranks.gather(full) for text in part]  # every rank's files are written
 
-    def commit() -> None:
-        files = sorted(p for p in target.rglob("*") if p.is_file())
-        for path in files:
-            fsync(path)
-        sizes = {str(p.relative_to(target)): p.stat().st_size for p in files}
-        write_json(target / MANIFEST, {**state, "step": step, "world_size": ranks.world_size, "files": sizes})
-        fsync(folder)
-        whole = [p for p in sorted(folder.glob("step-*"), reverse=True) if p == target or _problem(p) is None]
-        kept = {tag_of(number) for number in keep.steps([step_of(p) for p in whole])}
-        if keep.best is not None:
-            write_json(folder / BEST, {"checkpoint": tag_of(keep.best), "step": keep.best})
-        for old in (*folder.glob("step-*"), *folder.glob(f"{LEFTOVER}*")):
-            if old != target and old.name not in kept:
-                shutil.rmtree(old)
+    def commit() -> str | None:
+        if not problems:
+            _unless_disk_full(problems, _commit, target, {**state, "step": step, "world_size": ranks.world_size})
+        if problems:
+            shutil.rmtree(target, ignore_errors=True)
+            return problems[0]
+        _prune(folder, target, keep)
+        return None
 
-    ranks.on_main(commit)
+    return ranks.on_main(commit)
+
+
+@contextmanager
+def _disk_full_noted(inner: Any, full: list[str]) -> Iterator[None]:
+    """Note that the disk is full instead of leaving DeepSpeed's save, in which the other ranks would wait for ever."""
+    writers = [(inner.checkpoint_engine, "save"), (inner, "_copy_recovery_script")]  # all that writes, of 0.19.8
+    originals = [getattr(owner, name) for owner, name in writers]
+    for (owner, name), write in zip(writers, originals, strict=True):
+        noted = partial(_unless_disk_full, full, write)
+        object.__setattr__(owner, name, noted)
+    try:
+        yield
+    finally:
+        for owner, name in writers:
+            object.__delattr__(owner, name)
+
+
+def _unless_disk_full(full: list[str], work: Callable[..., object], *what: Any, **where: Any) -> None:
+    try:
+        work(*what, **where)
+    except (OSError, RuntimeError) as error:
+        if not is_disk_full(error):
+            raise
+        full.append(str(error))
+
+
+def _commit(target: Path, manifest: dict[str, Any]) -> None:
+    files = sorted(p for p in target.rglob("*") if p.is_file())
+    for path in files:
+        fsync(path)
+    sizes = {str(p.relative_to(target)): p.stat().st_size for p in files}
+    write_json(target / MANIFEST, {**manifest, "files": sizes})
+    fsync(target.parent)
+
+
+def _prune(folder: Path, newest: Path, keep: Keep) -> None:
+    whole = [p for p in folder.glob("step-*") if p == newest or _problem(p) is None]
+    kept = {tag_of(number) for number in keep.steps([step_of(p) for p in whole])}
+    if keep.best is not None:
+        write_json(folder / BEST, {"checkpoint": tag_of(keep.best), "step": keep.best})
+    for old in (*folder.glob("step-*"), *folder.glob(f"{LEFTOVER}*")):
+        if old != newest and old.name not in kept:
+            shutil.rmtree(old)
 
 
 def checkpoint_bytes(engine: ClusterEngine) -> int:
@@ -137,6 +188,11 @@ def export_bytes(engine: ClusterEngine, dtype: torch.dtype) -> int:
 
 def _num_elements(parameter: torch.nn.Parameter) -> int:
     return getattr(parameter, "ds_numel", parameter.numel())  # at ZeRO stage 3 a parameter itself is empty
+
+
+def is_whole(folder: Path, step: int) -> bool:
+    """Whether the step's checkpoint is there with all its files."""
+    return _problem(folder / tag_of(step)) is None
 
 
 def find_sound_checkpoint(folder: Path, wanted: str | None, ranks: Ranks) -> Found:  # collective

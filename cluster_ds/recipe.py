@@ -152,6 +152,7 @@ class TrainSection(Section):
     compile: bool = False  # each of the model's layers by torch.compile
     checkpoint_every: int = Field(100, ge=1)  # steps
     keep_checkpoints: int = Field(2, ge=1)  # the newest ones
+    full_disk: Literal["stop", "go_on"] = "stop"  # where a checkpoint does not fit
     milestone_every: int | None = Field(None, ge=1)  # checkpoints of multiples of this step stay for good
     log_to: list[Literal["tensorboard", "wandb", "csv"]] = []  # besides log.jsonl, through DeepSpeed's monitor
     diagnose_every: int | None = Field(None, ge=1)  # steps: the ranks' gradients compared, see docs/training.md

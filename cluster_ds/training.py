@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from .checkpoint import (
     export_bytes,
     export_model,
     find_sound_checkpoint,
+    is_whole,
     load_checkpoint,
     release,
     save_checkpoint,
@@ -52,7 +54,7 @@ from .watch import LOADING, Stopped, Watch
 _FREE_TO_CHANGE = {
     "micro_batch_size", "packing", "max_tokens", "tokens_per_micro_batch", "gradient_checkpointing",
     "num_workers", "checkpoint_every", "keep_checkpoints", "milestone_every", "export_dtype",
-    "hang_timeout_s", "max_nonfinite_steps", "log_to", "diagnose_every", "tf32", "compile",
+    "hang_timeout_s", "max_nonfinite_steps", "full_disk", "log_to", "diagnose_every", "tf32", "compile",
 }
 _ENDS_TRAINING = {"every", "keep_best", "patience"}  # of the recipe's evaluate section
 
@@ -126,15 +128,18 @@ def train(
         )
         with ranks.watch.deferring(recipe.train.hang_timeout_s):
             step = _loop(recipe, prepared, engine, loader, output_dir, identity, ranks, watched, progress)
-    best = progress.best_step if recipe.evaluate.keep_best else step
-    if best is not None and best != step:
+    best = (progress.best_step or step) if recipe.evaluate.keep_best else step
+    if best != step and not ranks.on_main(lambda: is_whole(checkpoints, best)):
+        ranks.print(f"[train] there is no whole checkpoint of the best step {best}: step {step} is exported")
+        best = step
+    if best != step:
         with peak_memory("loading the best checkpoint", ranks):
             release(engine)  # DeepSpeed's stage 3 wants a new engine to load into
             engine, _ = build_training(recipe, prepared, config, ranks)
             load_checkpoint(engine, checkpoints, best, ranks)
         ranks.print(f"[train] exporting step {best}, whose held-out loss was the least, not step {step}")
     with peak_memory("export", ranks):
-        exported |= {"steps_done": step, "step": step if best is None else best}
+        exported |= {"steps_done": step, "step": best}
         export_model(engine, prepared.tokenizer, model_folder, dtype, exported, ranks)
     release(engine)  # the exported model is about to be loaded for evaluation
     ranks.print(f"[train] exported and reloaded {model_folder}")
@@ -325,7 +330,9 @@ def _loop(
             best = progress.best_step if evaluate.keep_best else None
             keep = Keep(train.keep_checkpoints, train.milestone_every, best)
             with watch.unhurried():
-                save_checkpoint(engine, output_dir / "checkpoints", step, state, ranks, keep)  # collective
+                problem = save_checkpoint(engine, output_dir / "checkpoints", step, state, ranks, keep)  # collective
+            if problem is not None:
+                _judge_full_disk(train, step, problem, bool(record.num_stop_votes), ranks)
         if progress.is_exhausted and not last:
             ranks.print(
                 f"[train] stopped early behind step {step} of {schedule.num_steps}: the held-out loss had its least at step "
@@ -339,6 +346,22 @@ def _loop(
     if log is not None:
         log.close()
     return step
+
+
+def _judge_full_disk(train: TrainSection, step: int, problem: str, is_stopping: bool, ranks: Ranks) -> None:
+    """A checkpoint that the disk could not hold ends the run, unless it may go on without.
+
+    Raises:
+        OSError: on rank 0; PeerError on the others.
+    """
+    text = f"the checkpoint of step {step} was not kept: {problem}"
+
+    def refuse() -> None:
+        raise OSError(errno.ENOSPC, text)
+
+    if train.full_disk == "stop" or is_stopping:
+        ranks.on_main(refuse)
+    ranks.print(f"[train] {text}; the last whole one stays, and training goes on (train.full_disk)")
 
 
 def _evaluate(

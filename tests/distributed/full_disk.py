@@ -1,4 +1,4 @@
-"""Run inside `unshare --user --map-root-user --mount`: python -m tests.distributed.full_disk FOLDER SIZE [--blind] [--then]
+"""Run inside `unshare --user --map-root-user --mount`: python -m tests.distributed.full_disk FOLDER SIZE [--blind] [--go_on] [--then]
 
 Mounts a file system of that size on FOLDER and runs the tiny recipe in it as one process. With --blind the free space looks
 endless, so that a write fails in the middle as on a disk that somebody else fills. With --then the disk grows afterwards, and
@@ -23,7 +23,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def main() -> None:
     folder, size, *flags = sys.argv[1:]
-    settings = ["train.epochs=1", "train.checkpoint_every=100", "evaluate.held_out=null"]
+    settings = ["train.full_disk=go_on"] if "--go_on" in flags else []
+    settings += ["train.epochs=1", "train.checkpoint_every=100", "evaluate.held_out=null"]
     command = [str(ROOT / "launch" / "train.py"), "--recipe", "tiny", "--output_dir", f"{folder}/run"]
     command += [word for setting in settings for word in ("--set", setting)]
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder], check=True)

@@ -1,4 +1,4 @@
-"""Run a function on real gloo ranks and collect what it returns."""
+"""Run a function on real ranks, of gloo if nothing else is said, and collect what it returns."""
 
 import os
 import pickle
@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 TIMEOUT_S = 420
 
 
-def run_on_ranks(function, world_size: int, *args) -> list:
+def run_on_ranks(function, world_size: int, *args, backend: str = "gloo") -> list:
     """function(rank, world_size, *args) in `world_size` fresh processes; results in rank order.
 
     Raises:
@@ -27,7 +27,8 @@ def run_on_ranks(function, world_size: int, *args) -> list:
         context = mp.get_context("spawn")
         port = free_port()
         processes = [
-            context.Process(target=_rank, args=(function, rank, world_size, folder, port, args)) for rank in range(world_size)
+            context.Process(target=_rank, args=(function, rank, world_size, folder, port, backend, args))
+            for rank in range(world_size)
         ]
         for process in processes:
             process.start()
@@ -56,15 +57,15 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _rank(function, rank, world_size, folder, port, args) -> None:
+def _rank(function, rank, world_size, folder, port, backend, args) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu" if backend == "gloo" else "cuda",
     )
     torch.set_num_threads(1)
     try:
         torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size,
+            backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size,
             timeout=timedelta(seconds=60),
         )
         result = (True, function(rank, world_size, *args))

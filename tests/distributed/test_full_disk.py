@@ -47,6 +47,16 @@ def test_a_small_disk_is_said_beforehand(tmp_path, size, message):
     assert "exit code 2" in text and f"error: {message}" in text and "are free there: free space, or put it elsewhere" in text
 
 
+def test_training_goes_on_without_a_checkpoint_if_it_may(tmp_path, unbroken):
+    """The disk fills in the middle of the save; what was written of it makes room for the model."""
+    text = in_namespace(tmp_path / "disk", "20m", "--blind", "--go_on", "--then")
+    first, second = text.split("exit code")[1:3]
+    assert first.split()[0] == second.split()[0] == "0"
+    assert "the checkpoint of step 5 was not kept: " in text and "training goes on (train.full_disk)" in text
+    assert "left over: nothing" in text and "reused the finished model" in second + text.split("exit code")[1]
+    assert weights_hash(tmp_path / "disk_run") == weights_hash(unbroken)
+
+
 @pytest.mark.parametrize(("size", "stage"), [("500k", "extraction"), ("20m", "save"), ("37m", "export")])
 def test_a_disk_that_fills_up(tmp_path, unbroken, size, stage):
     text = in_namespace(tmp_path / "disk", size, "--blind", "--then")
