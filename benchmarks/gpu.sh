@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
 # The GPU-marked tests, then extraction and packed training of a 7B-shaped model with random weights, on one GPU with 80 GB or
-# more, in under four minutes: bash benchmarks/gpu.sh [RESULT.json] [--tiny]. Nothing is downloaded.
+# more, meant to take under four minutes: bash benchmarks/gpu.sh [RESULT.json] [--tiny]. Nothing is downloaded.
 # Needs beyond torch and transformers: deepspeed, peft, datasets, pyarrow, scikit-learn, scipy, pydantic, pyyaml, rich, tqdm, psutil,
 # safetensors, sentencepiece, gguf, threadpoolctl, ninja, pytest, hypothesis; flash-attn is used where it is installed. The
 # checkout itself need not be installed.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 result="$PWD/gpu.json"
 flags=()
 for argument in "$@"; do
@@ -14,6 +13,7 @@ for argument in "$@"; do
     *) result="$(realpath -m "$argument")" ;;
   esac
 done
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT

@@ -215,7 +215,7 @@ def _unsound(file: Path) -> str | None:
     try:
         with zipfile.ZipFile(file) as archive:
             bad = archive.testzip()
-    except (zipfile.BadZipFile, OSError) as error:
+    except Exception as error:  # a flipped bit may also make it look encrypted, or its names no text
         return f"{file.name}: {error}"
     return None if bad is None else f"{file.name}: {bad} does not match its checksum"
 
@@ -321,6 +321,7 @@ def export_model(
         if is_adapted(engine.engine.module):  # whose layers are no longer those of its class
             with torch.device("meta"):
                 model = type(base)(base.config)
+            model.generation_config = base.generation_config
         for name, value in weights.items():
             if value.numel() == 0 or not torch.isfinite(value).all():
                 raise ValueError(f"export: {name} is {'empty' if value.numel() == 0 else 'not finite'}: training diverged?")

@@ -26,9 +26,10 @@ class Diagnosis:
     Attributes:
         cosines: W x W, of the ranks' gradients; they mean most under allocation `cluster`.
         gradient_diversity: sum |g_b|^2 / |sum g_b|^2 over the weighted gradients g_b of all ranks' micro-batches.
-        num_gradients: micro-batches of all ranks; diversity scales as 1 / number, so compare number x diversity.
+        num_gradients: micro-batches of all ranks, but for those of fillers alone; diversity scales as 1 / number, so compare
+            number x diversity.
         standard_error: of a cosine, about; 0 where nothing was compressed.
-        seconds: that it took this rank beside training.
+        seconds: of this rank's host; a GPU works on beside it.
     """
 
     cosines: list[list[float]]
@@ -59,15 +60,16 @@ class GradientWatch:
         """Look at gradients from here on."""
         self.total = torch.zeros(self.size, device=self.device)
         self.current = torch.zeros_like(self.total)
-        self.squares, self.count, self.seconds = 0.0, 0, 0.0
+        self.squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.count, self.seconds = 0, 0.0
         for number, parameter in enumerate(self.parameters):
             self.handles.append(parameter.register_hook(lambda gradient, n=number: self._add(n, gradient)))
 
-    def next_micro_batch(self) -> None:
-        """A backward pass is done."""
+    def next_micro_batch(self, is_empty: bool = False) -> None:
+        """A backward pass is done; `is_empty`: over fillers alone."""
         self.total += self.current
-        self.squares += float(self.current.double().square().sum())
-        self.count += 1
+        self.squares += self.current.double().square().sum()
+        self.count += not is_empty
         self.current.zero_()
 
     def end(self) -> Diagnosis:  # collective
@@ -78,7 +80,7 @@ class GradientWatch:
         started = time.perf_counter()
         sketches = [torch.empty_like(self.total) for _ in range(dist.get_world_size())]
         dist.all_gather(sketches, self.total)  # collective
-        sums = torch.tensor([self.squares, float(self.count)], dtype=torch.float64, device=self.device)
+        sums = torch.stack([self.squares, torch.full_like(self.squares, self.count)])
         dist.all_reduce(sums)  # collective
         products = torch.stack(sketches).double()
         products = products @ products.T

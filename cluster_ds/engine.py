@@ -157,7 +157,7 @@ class ClusterEngine:
         counts = torch.bincount(samples, minlength=num_samples)
         losses = self._losses_at(inputs, lines, predictors, targets)
         sums = torch.zeros(num_samples, dtype=losses.dtype, device=device)
-        return sums.index_add(0, samples.to(device), losses), counts.to(device)
+        return sums.index_add(0, samples.to(device, non_blocking=True), losses), counts.to(device, non_blocking=True)
 
     def _losses_at(
         self, inputs: dict[str, torch.Tensor], lines: torch.Tensor, predictors: torch.Tensor, targets: torch.Tensor
@@ -259,7 +259,7 @@ class ClusterEngine:
         batch: dict[str, Any],
     ) -> None:
         keep = real.double()
-        tokens = torch.from_numpy(self.schedule.plan.num_tokens[batch["row"].numpy()]).to(keep.device)
+        tokens = torch.from_numpy(self.schedule.plan.num_tokens[batch["row"].numpy()]).to(keep.device, non_blocking=True)
         columns = torch.stack([terms.double(), weights, torch.ones_like(keep), counts.double(), tokens.double()])
         self._sums[:_VOTES] += columns @ keep
         self._sums[_PASSES] += 1
@@ -267,7 +267,7 @@ class ClusterEngine:
         own = (~batch["is_filler"]).nonzero()[:, 0]  # on the host: a GPU would be waited for
         rows = batch["row"][own].to(keep.device, non_blocking=True).double()
         self._seen.append(torch.stack([rows, means.double()[own.to(keep.device, non_blocking=True)]]))
-        clusters = batch["cluster"].to(keep.device)
+        clusters = batch["cluster"].to(keep.device, non_blocking=True)
         first = _SECONDS + self.dp_world_size
         self._sums.index_add_(0, first + clusters, means.double() * keep)
         self._sums.index_add_(0, first + self._num_clusters + clusters, keep)

@@ -43,10 +43,7 @@ def memory_per_gpu(
     zero = config.get("zero_optimization", {})
     stage, p = zero_stage(config), float(shape.num_parameters)
     lora = model.lora if model is not None else None
-    trained = p
-    if lora is not None:
-        targets = None if lora.target_modules == "all-linear" else lora.target_modules
-        trained = float(shape.adapter_parameters(lora.rank, targets))
+    trained = p if lora is None else float(shape.adapter_parameters(lora))
     size = 2 if train.precision in ("bf16", "pure_bf16") else 4
     parts = world_size if stage >= 1 else 1
     masters = trained * 4 if (size == 2 and train.precision == "bf16") or stage >= 1 else 0.0
@@ -82,7 +79,7 @@ def memory_per_gpu(
         "gradients": gradients,
         "fp32 accumulation": extra,
         "optimizer": states,
-        "buckets": _buckets(zero, stage, size) if world_size > 1 else 0.0,
+        "buckets": _buckets(zero, stage, size) if world_size > 1 or stage > 0 else 0.0,
         "activations": tokens * shape.hidden_size * activation * shape.num_layers + blocks * block,
         "loss": _loss_bytes(tokens, shape, train.precision != "fp32"),
         "reserve": _RESERVE_BYTES,

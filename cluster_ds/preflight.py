@@ -31,6 +31,7 @@ from .hub import files_of, offline
 from .models import download_model, model_folder
 from .monitor import require_monitors
 from .recipe import ModelSection, Recipe, SourceSection
+from .shapes import shape_of
 from .sources import find_files, is_local
 
 
@@ -208,7 +209,11 @@ def _require_space(recipe: Recipe, model: Path | None, output_dir: Path, world_s
     weight = 2 if train.precision in ("bf16", "pure_bf16") else 4
     master = 4 if stage > 0 or train.precision == "bf16" else 0  # see checkpoint.checkpoint_bytes
     per_parameter = weight + master + (2 * (master or weight) if train.optimizer == "adamw" else 0)
-    needed = number * (per_parameter + (4 if train.export_dtype == "float32" else 2))
+    trained = number
+    if recipe.model.lora is not None:
+        shape = shape_of(recipe.model.name_or_path, model)
+        trained = 0 if shape is None else shape.adapter_parameters(recipe.model.lora)
+    needed = trained * per_parameter + number * (4 if train.export_dtype == "float32" else 2)
     require_space(output_dir, needed, "one checkpoint and the exported model")
 
 

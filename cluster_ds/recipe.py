@@ -249,6 +249,11 @@ class Recipe(Section):
         return Packing(max_tokens, t.tokens_per_micro_batch or t.micro_batch_size * max_tokens)
 
     @property
+    def tokens_per_micro_batch(self) -> int:
+        """At most, padding included."""
+        return self.packing.tokens_per_micro_batch if self.packing else self.train.micro_batch_size * self.data.max_length
+
+    @property
     def smaller_micro_batch(self) -> str | None:
         """What to lower where memory is short, from what to what, the result staying the same; None if it is least."""
         packing, size = self.packing, self.train.micro_batch_size

@@ -48,7 +48,8 @@ class RunLog:
         self.every = max(1, schedule.num_steps // _LOG_LINES)
         self.files = {name: self._reopen(output_dir / f"{name}.jsonl", first) for name in _FILES}
         self.recent: deque[float] = deque(maxlen=_SPIKE_STEPS)  # losses
-        self.recent.extend(entry["loss"] for entry in read_lines(output_dir / "log.jsonl"))
+        losses = [entry["loss"] for entry in read_lines(output_dir / "log.jsonl")]
+        self.recent.extend(loss for loss in losses if math.isfinite(loss))
 
     def write(
         self, step: int, record: StepRecord, lr: float, grad_norm: float | None, seconds: float, data_wait_s: float,
@@ -84,9 +85,11 @@ class RunLog:
                 f"grad norm {grad_norm if grad_norm is not None else float('nan'):.3f}  {entry['tokens_per_s']:.0f} tokens/s"
             )
 
-    def write_held_out(self, step: int, losses: dict[str, float], seconds: float, best_step: int | None) -> None:
-        """Add an evaluation behind `step` finished steps."""
-        self._append("held_out", {"step": step, **losses, "seconds": seconds})
+    def write_held_out(
+        self, step: int, losses: dict[str, float], seconds: float, best_step: int | None, data: str
+    ) -> None:
+        """Add an evaluation behind `step` finished steps, on the tokens with the key `data`."""
+        self._append("held_out", {"step": step, **losses, "seconds": seconds, "data": data})
         self._tell_monitor(step, {f"held_out_{name}": losses[name] for name in ("sample_mean", "token_mean")})
         best = "the least so far" if best_step == step else f"the least was at step {best_step}"
         tqdm.write(f"[held-out] step {step}: loss {losses['sample_mean']:.4f}, {best}")
@@ -114,14 +117,15 @@ class RunLog:
     def _look_for_spike(self, step: int, record: StepRecord) -> None:
         """Name the samples of a step whose loss is far above the last steps'."""
         before = np.array(self.recent)
-        self.recent.append(record.loss)
+        if math.isfinite(record.loss):
+            self.recent.append(record.loss)
         if len(before) < _SPIKE_FEWEST:
             return
         usual = float(np.median(before))
         deviation = max(1.4826 * float(np.median(np.abs(before - usual))), _SPIKE_SHARE * abs(usual))
         if math.isfinite(record.loss) and record.loss <= usual + _SPIKE_DEVIATIONS * deviation:
             return
-        plan, losses = self.schedule.plan, np.array(record.losses)
+        plan, losses = self.schedule.plan, np.nan_to_num(record.losses, nan=np.inf)
         worst = [(record.rows[i], record.losses[i]) for i in np.argsort(-losses, kind="stable")[:_NAMED_SAMPLES]]
         samples = [{"id": plan.ids[row], "loss": loss, "cluster": int(plan.cluster[row])} for row, loss in worst]
         entry = {"step": step, "loss": record.loss, "usual": usual, "deviation": deviation, "samples": samples}

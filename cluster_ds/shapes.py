@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .models import text_config
+from .recipe import LoraSection
 
 
 @dataclass(frozen=True)
@@ -35,16 +36,16 @@ class ModelShape:
         kv = h * self.num_kv_heads // self.num_heads
         return 2 * h * h + 2 * h * kv + 3 * h * i + 2 * h
 
-    def adapter_parameters(self, rank: int, targets: list[str] | None) -> int:
-        """Of low-rank adapters on linear layers of these names; None: on all of the layers'."""
+    def adapter_parameters(self, lora: LoraSection) -> int:
+        """Of low-rank adapters on the section's linear layers."""
         h, i = self.hidden_size, self.intermediate_size
         kv = h * self.num_kv_heads // self.num_heads
         sides = {
             "q_proj": h + h, "k_proj": h + kv, "v_proj": h + kv, "o_proj": h + h, "gate_proj": h + i, "up_proj": h + i,
             "down_proj": h + i,
         }
-        chosen = sides.values() if targets is None else [sides.get(t.rpartition(".")[2], 0) for t in targets]
-        return self.num_layers * rank * sum(chosen)
+        targets = sides if lora.target_modules == "all-linear" else lora.target_modules
+        return self.num_layers * lora.rank * sum(sides.get(target.rpartition(".")[2], 0) for target in targets)
 
     @property
     def num_parameters(self) -> int:

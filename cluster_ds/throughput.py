@@ -6,6 +6,8 @@ computes a second time count for nothing. Shapes: L layers, H hidden, V vocabula
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 
 from .shapes import ModelShape
@@ -20,7 +22,7 @@ PEAKS = {
 
 def peak_flops(device_name: str) -> float | None:
     """FLOP/s of a GPU in dense bf16, None for one that is not listed."""
-    return next((peak for name, peak in PEAKS.items() if name in device_name), None)
+    return next((peak for name, peak in PEAKS.items() if re.search(rf"\b{name}\b", device_name)), None)
 
 
 def step_flops(shape: ModelShape, lengths: np.ndarray, num_supervised: int, adapters: int | None = None) -> float:

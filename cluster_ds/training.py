@@ -23,7 +23,6 @@ from .checkpoint import (
     export_bytes,
     export_model,
     find_sound_checkpoint,
-    is_whole,
     load_checkpoint,
     release,
     save_checkpoint,
@@ -56,7 +55,6 @@ _FREE_TO_CHANGE = {
     "num_workers", "checkpoint_every", "keep_checkpoints", "milestone_every", "export_dtype",
     "hang_timeout_s", "max_nonfinite_steps", "full_disk", "log_to", "diagnose_every", "tf32", "compile",
 }
-_ENDS_TRAINING = {"every", "keep_best", "patience"}  # of the recipe's evaluate section
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,9 @@ def train(
     total = ranks.on_main(lambda: _schedule(recipe, prepared.plan).num_steps)
     identity = {**_identity(recipe, prepared.plan, config), "num_steps": total}
     model_folder = output_dir / "model"
-    exported = {**identity, "export_dtype": recipe.train.export_dtype, **recipe.evaluate.model_dump(include=_ENDS_TRAINING)}
+    exported = {**identity, "export_dtype": recipe.train.export_dtype}
+    if recipe.evaluate.keep_best or recipe.evaluate.patience is not None:  # they decide what is exported
+        exported["evaluate"] = recipe.evaluate.model_dump(include={"every", "keep_best", "patience"})
     finished = ranks.on_main(lambda: _finished(model_folder, exported))
     if finished is not None and resume is None:
         ranks.print(f"[train] reused the finished model {model_folder}")
@@ -108,30 +108,29 @@ def train(
     found = find_sound_checkpoint(output_dir / "checkpoints", resume, ranks)
     step = ranks.on_main(lambda: _resume_step(output_dir, identity, recipe, ranks, found, resume is not None))
     ranks.on_main(lambda: write_text(output_dir / "recipe.yaml", recipe.to_yaml()))
-    config |= ranks.on_main(lambda: monitor_config(recipe, output_dir, step, config))
+    monitors = ranks.on_main(lambda: monitor_config(recipe, output_dir, step, config)) if step < total else {}
 
     ensure_process_group(ranks)
     started = time.perf_counter()
     dtype = getattr(torch, recipe.train.export_dtype)
     checkpoints = output_dir / "checkpoints"
     with peak_memory("training", ranks), _explained(recipe):
-        engine, loader = build_training(recipe, prepared, config, ranks)
+        engine, loader = build_training(recipe, prepared, config | monitors, ranks)
         if step < total:
             needed = checkpoint_bytes(engine) + export_bytes(engine, dtype)
             ranks.on_main(lambda: require_space(output_dir, needed, "one checkpoint and the exported model"))
         if step:
             load_checkpoint(engine, checkpoints, step, ranks)
             loader.load_state_dict({"step": step})
-        progress = ranks.on_main(lambda: read_progress(output_dir, step, recipe.evaluate.patience))
-        watched = None if held_out is None or recipe.evaluate.every is None else HeldOut(
-            held_out, recipe.selection.tokens_per_batch, pad_token_id(prepared.tokenizer), ranks
-        )
+        data = None if held_out is None else held_out.key
+        progress = ranks.on_main(lambda: read_progress(output_dir, step, recipe.evaluate.patience, data))
+        watched = None
+        if held_out is not None and recipe.evaluate.every is not None:
+            room = min(recipe.selection.tokens_per_batch, recipe.tokens_per_micro_batch)  # beside gradients and states
+            watched = HeldOut(held_out, room, pad_token_id(prepared.tokenizer), ranks)
         with ranks.watch.deferring(recipe.train.hang_timeout_s):
             step = _loop(recipe, prepared, engine, loader, output_dir, identity, ranks, watched, progress)
-    best = (progress.best_step or step) if recipe.evaluate.keep_best else step
-    if best != step and not ranks.on_main(lambda: is_whole(checkpoints, best)):
-        ranks.print(f"[train] there is no whole checkpoint of the best step {best}: step {step} is exported")
-        best = step
+    best = (progress.best_kept or step) if recipe.evaluate.keep_best else step
     if best != step:
         with peak_memory("loading the best checkpoint", ranks):
             release(engine)  # DeepSpeed's stage 3 wants a new engine to load into
@@ -151,7 +150,8 @@ def _finished(model_folder: Path, exported: dict[str, Any]) -> int | None:
     if not is_committed(model_folder):
         return None
     manifest = read_json(model_folder / "manifest.json")
-    return manifest["steps_done"] if {k: manifest.get(k) for k in exported} == exported else None
+    same = all(manifest.get(k) == exported.get(k) for k in {*exported, "evaluate"})
+    return manifest.get("steps_done", exported["num_steps"]) if same else None
 
 
 def make_optimizer(model: torch.nn.Module, train: TrainSection, on_gpu: bool) -> torch.optim.Optimizer:
@@ -196,9 +196,6 @@ def _resume_step(
 ) -> int:
     """Steps that a whole checkpoint of this very run has done; 0 to begin."""
     folder = output_dir / "checkpoints"
-    if wanted and found.step is not None:
-        for later in set_aside_later(folder, found.step):
-            ranks.print(f"[train] {later.name} holds what this run will no longer lead to: kept, but passed over")
     ranks.print(*(f"[train] {note}" for note in found.notes))
     if found.step is None:
         if is_committed(output_dir / "model"):
@@ -217,6 +214,8 @@ def _resume_step(
             + "\n  ".join(different)
             + "\nset these back, or choose another --output_dir"
         )
+    for later in set_aside_later(folder, found.step) if wanted else []:
+        ranks.print(f"[train] {later.name} holds what this run will no longer lead to: kept, but passed over")
     now = batch_text(recipe, ranks.world_size)
     if manifest["batches"] != now:
         ranks.print(f"[train] until then {manifest['batches']}; now {now}; the global batches stay the same")
@@ -300,7 +299,7 @@ def _loop(
         watch.at(f"{where}, backward")
         engine.backward(loss)
         if gradients is not None and looking:
-            gradients.next_micro_batch()
+            gradients.next_micro_batch(is_empty=bool(batch["is_filler"].all()))
         watch.at(f"{where}, update")
         engine.stop_vote = watch.requested is not None
         if not engine.step():
@@ -327,11 +326,12 @@ def _loop(
             if log is not None:
                 log.sync()  # a checkpoint never knows of steps that the log does not
             state = {"identity": identity, "batches": batch_text(recipe, ranks.world_size)}
-            best = progress.best_step if evaluate.keep_best else None
+            best = progress.best_kept if evaluate.keep_best else None
             keep = Keep(train.keep_checkpoints, train.milestone_every, best)
             with watch.unhurried():
                 problem = save_checkpoint(engine, output_dir / "checkpoints", step, state, ranks, keep)  # collective
             if problem is not None:
+                progress.not_kept.add(step)
                 _judge_full_disk(train, step, problem, bool(record.num_stop_votes), ranks)
         if progress.is_exhausted and not last:
             ranks.print(
@@ -371,7 +371,7 @@ def _evaluate(
     losses = held_out.loss(engine)
     progress.losses.append((step, losses["sample_mean"]))
     if log is not None:
-        log.write_held_out(step, losses, time.perf_counter() - started, progress.best_step)
+        log.write_held_out(step, losses, time.perf_counter() - started, progress.best_step, held_out.tokens.key)
 
 
 def run_step(engine: ClusterEngine, batches: Iterator[dict[str, Any]]) -> None:  # collective

@@ -1,8 +1,9 @@
 """Stage 12b: a checkpoint of another number of ranks, through DeepSpeed's universal checkpoint. ZeRO stages 1 to 3, AdamW.
 
 Facts behind the repairs, checked on DeepSpeed 0.19.8: a universal load leaves buffers and frozen weights as the model was
-built; at stage 3 it gives every parameter group the settings of the first, and one step counter to all of them, which AdamW
-then counts on several times a step; ranks without a parameter in a group end in an IndexError at stages 1 and 2.
+built, and step counters on the host, where a fused AdamW on a GPU cannot use them; at stage 3 it gives every parameter group
+the settings of the first, and one step counter to all of them, which AdamW then counts on several times a step; ranks
+without a parameter in a group end in an IndexError at stages 1 and 2.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 from .distributed import Ranks
 from .engine import ClusterEngine
-from .files import require_space
+from .files import is_disk_full, require_space
 
 LEFTOVER = ".universal-"  # how a folder begins that a killed conversion leaves
 
@@ -31,7 +32,7 @@ def load_other_world_size(
         engine: freshly built; frozen weights are those it was built with.
         checkpoint: DeepSpeed's folder of the step.
         saved: ranks that wrote it.
-        num_bytes: about what the converted checkpoint takes, until it is loaded.
+        num_bytes: about what a checkpoint takes; converting writes it twice, until it is loaded.
         ranks: all call this.
     Raises:
         ValueError: where DeepSpeed cannot convert or load it, naming both numbers and the way on.
@@ -49,10 +50,12 @@ def load_other_world_size(
 
     def convert() -> None:
         shutil.rmtree(target.parent, ignore_errors=True)
-        require_space(checkpoint.parent, num_bytes, f"{checkpoint.name} for another number of ranks")
+        require_space(checkpoint.parent, 2 * num_bytes, f"{checkpoint.name} for another number of ranks")
         try:
             _convert(checkpoint, target)
-        except (RuntimeError, AssertionError, KeyError, ValueError, FileNotFoundError) as error:
+        except (RuntimeError, AssertionError, KeyError, ValueError, OSError) as error:
+            if is_disk_full(error):
+                raise
             what = f"{type(error).__name__}: {error}"
             raise ValueError(f"DeepSpeed cannot convert this checkpoint ({what}); {way_on}") from error
 
@@ -90,8 +93,10 @@ def _load(inner: Any, target: Path) -> None:  # collective
         groups = saved["optimizer_state_dict"]["param_groups"]
         for group, was in zip(inner.basic_optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in was.items() if key != "params"})
-        for state in inner.basic_optimizer.state.values():
-            state["step"] = state["step"].clone()
+    fused = any(group.get("fused") for group in inner.basic_optimizer.param_groups)
+    for parameter, state in inner.basic_optimizer.state.items():
+        step = torch.as_tensor(state["step"], dtype=torch.float32).clone()
+        state["step"] = step.to(parameter.device) if fused else step
     _restore_fixed(inner.module, next(target.glob("*mp_rank_00_model_states.pt")))
 
 

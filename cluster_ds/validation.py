@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from .checkpoint import is_whole
 from .distributed import Ranks
 from .engine import ClusterEngine
 from .proxy import mean_losses
@@ -27,16 +28,22 @@ class Progress:
     Attributes:
         patience: evaluations in a row without a new least after which training ends; None: never.
         losses: (step, mean loss over samples) of each evaluation, in order.
+        not_kept: steps without a checkpoint.
     """
 
     patience: int | None
     losses: list[tuple[int, float]] = field(default_factory=list)
+    not_kept: set[int] = field(default_factory=set)
 
     @property
     def best_step(self) -> int | None:
         """The first step with the least loss."""
-        finite = [(loss, step) for step, loss in self.losses if np.isfinite(loss)]
-        return min(finite)[1] if finite else None
+        return _first_least(self.losses)
+
+    @property
+    def best_kept(self) -> int | None:
+        """The first step with the least loss of those that have a checkpoint."""
+        return _first_least([(step, loss) for step, loss in self.losses if step not in self.not_kept])
 
     @property
     def is_exhausted(self) -> bool:
@@ -46,10 +53,17 @@ class Progress:
         return sum(step > self.best_step for step, _ in self.losses) >= self.patience
 
 
-def read_progress(output_dir: Path, first: int, patience: int | None) -> Progress:
-    """What a run has seen up to the step from which it goes on."""
+def _first_least(losses: list[tuple[int, float]]) -> int | None:
+    finite = [(loss, step) for step, loss in losses if np.isfinite(loss)]
+    return min(finite)[1] if finite else None
+
+
+def read_progress(output_dir: Path, first: int, patience: int | None, data: str | None) -> Progress:
+    """What a run has seen, up to the step from which it goes on, of the held-out tokens with the key `data`."""
     entries = read_lines(output_dir / "held_out.jsonl")
-    return Progress(patience, [(e["step"], e["sample_mean"]) for e in entries if e["step"] <= first])
+    losses = [(e["step"], e["sample_mean"]) for e in entries if e["step"] <= first and e["data"] == data]
+    checkpoints = output_dir / "checkpoints"
+    return Progress(patience, losses, {step for step, _ in losses if not is_whole(checkpoints, step)})
 
 
 class HeldOut:

@@ -83,7 +83,8 @@ def test_check_refuses_what_would_not_run(tmp_path):
     with pytest.raises(ValueError, match="Adafactor at ZeRO stage 2 is not Adafactor: .*no rows and columns to factor"):
         checked(find_recipe("magicoder_7b"), load_recipe("magicoder_7b", ["deepspeed.config=zero2"]))
     with pytest.raises(ValueError, match="global_batch_size 512 is not a multiple of micro_batch_size 4 x 3 ranks = 12"):
-        checked(find_recipe("magicoder_7b"), load_recipe("magicoder_7b"), 3)
+        checked(find_recipe("magicoder_7b"), load_recipe("magicoder_7b", ["train.packing=false"]), 3)
+    assert "3 ranks share 512 samples" in checked(find_recipe("magicoder_7b"), load_recipe("magicoder_7b"), 3)[0]
     lines = checked(find_recipe("medinstruct_13b"), load_recipe("medinstruct_13b", ["deepspeed.config=zero2"]))
     assert any("warning:" in line and "do not fit into 80 GB" in line for line in lines)
     (tmp_path / "mine.yaml").write_text((RECIPES_DIR / "tiny.yaml").read_text())
@@ -95,8 +96,8 @@ def test_check_refuses_what_would_not_run(tmp_path):
 def test_another_number_of_devices_is_a_note():
     assert device_note(load_recipe("magicoder_7b"), 4) == []
     (note,) = device_note(load_recipe("magicoder_7b"), 2)
-    assert "2 devices where the recipe names 4: 2 ranks x 4 samples x 64 micro-batches" in note
-    assert "with 4: 4 ranks x 4 samples x 32 micro-batches" in note
+    assert "2 devices where the recipe names 4: 2 ranks share 512 samples a step, in micro-batches of at most 4 packs of 1216" in note
+    assert "with 4: 4 ranks share 512 samples a step" in note
 
 
 def test_the_recipe_command(monkeypatch, capsys):
@@ -114,7 +115,7 @@ def test_the_recipe_command(monkeypatch, capsys):
     text = run("check", "--all")
     assert f"{len(available_recipes())} recipes are right" in text
     assert "75197 rows, 147 steps an epoch (146 full, one of 445), 294 in all" in text
-    assert "magicoder_7b_8gpu: 8 ranks x 4 samples x 16 micro-batches = 512 a step; ZeRO 0 (zero0), bf16_autocast, adafactor; K = 8" in text
+    assert "magicoder_7b_8gpu: 8 ranks share 512 samples a step" in text and "; ZeRO 0 (zero0), bf16_autocast, adafactor; K = 8" in text
     assert "max_grad_norm: 0" in run("show", "magicoder_7b") and "ratio: 0.5" in run("show", "evol_7b", "--set", "selection.ratio=0.5")
     assert "Adafactor at ZeRO stage 2 is not Adafactor" in run("check", "magicoder_7b", "--set", "deepspeed.config=zero2", code=2)
     assert "give a recipe's name, or --all" in run("check", code=2)
@@ -192,12 +193,12 @@ def test_several_nodes_are_started_by_srun_from_the_allocation(tmp_path):
     assert "--nodes 2 --ntasks 2 --ntasks-per-node 1 --kill-on-bad-exit=1 --cpus-per-task 32 bash -c" in line
     assert f"--no_ssh --hostfile {hostfile} --master_addr n1 --enable_each_rank_log {hostfile.parent} --master_port 32345" in line
     assert line.index("--master_port") < line.index("launch/train.py --recipe magicoder_7b")
-    assert "note: 8 devices where the recipe names 4: 8 ranks x 4 samples x 16 micro-batches" in text
+    assert "note: 8 devices where the recipe names 4: 8 ranks share 512 samples a step" in text
 
 
 def test_a_dry_run_outside_of_a_job_is_about_the_recipes_devices(tmp_path):
     code, text = bash(RECIPES_DIR / "magicoder_7b.sh", "--dry_run", cwd=ROOT, CUDA_VISIBLE_DEVICES="0,1,2")
-    assert code == 0 and "4 ranks x 4 samples x 32 micro-batches" in text, text
+    assert code == 0 and "4 ranks share 512 samples a step" in text, text
     code, text = bash(RECIPES_DIR / "magicoder_7b.sh", "--dry", cwd=ROOT)
     assert code != 0 and "unrecognized arguments: --dry" in text
 

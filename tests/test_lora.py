@@ -35,8 +35,7 @@ def test_names_and_numbers(targets):
     assert all(base_name(adapted, name) is None for name, p in adapted.named_parameters() if p.requires_grad)
     assert set(updates_of(adapted)) <= set(base) and len(updates_of(adapted)) == 2 * (7 if targets == "all-linear" else 2)
     number = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    listed = None if targets == "all-linear" else targets
-    assert ModelShape(2, 32, 48, 4, 2, 64).adapter_parameters(4, listed) == number
+    assert ModelShape(2, 32, 48, 4, 2, 64).adapter_parameters(LoraSection(rank=4, target_modules=targets)) == number
     assert base_of(adapted).config is adapted.config
 
 
@@ -54,7 +53,7 @@ def test_memory_of_7b_with_adapters():
     shape, train = SHAPES["meta-llama/Llama-2-7b-hf"], train_section(precision="bf16")
     section = ModelSection(name_or_path="x", lora=LoraSection(rank=16))
     needed = memory_per_gpu(shape, train, resolve_config("zero2", train, 1), 1, 1024, section)
-    adapters = shape.adapter_parameters(16, None)
+    adapters = shape.adapter_parameters(section.lora)
     assert adapters == 39_976_960  # 32 layers x 16 x (4 x 8192 + 3 x 15104)
     assert needed["parameters"] == 2 * (6_738_415_616 + adapters)
     assert needed["gradients"] == 2 * adapters and needed["optimizer"] == 12 * adapters

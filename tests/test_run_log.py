@@ -12,7 +12,7 @@ from cluster_ds.monitor import monitor_config, require_monitors
 from cluster_ds.recipe import load_recipe
 from cluster_ds.run_log import RunLog, read_lines
 from cluster_ds.schedule import Schedule
-from cluster_ds.validation import Progress
+from cluster_ds.validation import Progress, read_progress
 
 from .conftest import hand_plan
 
@@ -50,10 +50,13 @@ def test_a_spike_is_written_with_its_worst_samples_and_not_twice_after_a_resume(
         file.write('{"step": 19, "lo')  # killed here
     log = RunLog(tmp_path, 16, schedule)
     assert len(log.recent) == 16
-    write_steps(log, 16, [2.2, 3.0, float("nan")])
+    write_steps(log, 16, [2.2, 3.0, float("nan"), 2.0, 2.0])  # one that is not finite does not make the next ones suspect
     log.close()
-    assert [s["step"] for s in read_lines(tmp_path / "spikes.jsonl")] == [18, 19]
-    assert [e["step"] for e in read_lines(tmp_path / "log.jsonl")] == list(range(1, 20))
+    spikes = read_lines(tmp_path / "spikes.jsonl")
+    assert [s["step"] for s in spikes] == [18, 19]
+    assert {s["id"] for s in spikes[1]["samples"][:2]} == {"s0000", "s0009"}  # whose losses are not finite
+    assert [e["step"] for e in read_lines(tmp_path / "log.jsonl")] == list(range(1, 22))
+    assert len(RunLog(tmp_path, 21, schedule).recent) == 20
 
 
 def test_rates_and_what_a_monitor_is_told(tmp_path):
@@ -62,7 +65,7 @@ def test_rates_and_what_a_monitor_is_told(tmp_path):
     log = RunLog(tmp_path, 0, schedule, world_size=2, flops=lambda lengths, n: 10.0 * lengths.sum() + n, peak=100.0, monitor=monitor)
     seen = Diagnosis([[1.0, 0.5], [0.5, 1.0]], 0.3, 4, 0.0, 0.1)
     log.write(0, record_of(2.0, [0, 5, 9, 3], [2.0] * 4), 1e-3, 1.0, 2.0, 0.25, seen)
-    log.write_held_out(1, {"sample_mean": 3.0, "token_mean": 2.5, "num_samples": 9}, 0.5, 1)
+    log.write_held_out(1, {"sample_mean": 3.0, "token_mean": 2.5, "num_samples": 9}, 0.5, 1, "rows")
     log.close()
     entry = json.loads((tmp_path / "log.jsonl").read_text())
     assert entry["tokens_per_s"] == 16 and entry["tokens_per_s_per_rank"] == 8 and entry["seconds"] == 2.0
@@ -85,6 +88,21 @@ def test_patience_by_hand(losses, best, exhausted):
     progress = Progress(2, [(2 * i + 2, loss) for i, loss in enumerate(losses)])
     assert progress.best_step == best and progress.is_exhausted == exhausted
     assert not Progress(None, progress.losses).is_exhausted
+
+
+def test_the_best_step_that_has_a_checkpoint(tmp_path):
+    """Held-out losses of other rows are not compared; steps whose checkpoint did not fit are not exported."""
+    entries = [(10, 3.0, "rows"), (20, 2.0, "rows"), (30, 2.5, "rows"), (40, 1.0, "other rows"), (50, 1.5, "rows")]
+    lines = [json.dumps({"step": step, "sample_mean": loss, "data": data}) for step, loss, data in entries]
+    (tmp_path / "held_out.jsonl").write_text("\n".join(lines))
+    for step in (10, 30):
+        folder = tmp_path / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text('{"files": {}}')
+    progress = read_progress(tmp_path, 45, 1, "rows")
+    assert progress.losses == [(10, 3.0), (20, 2.0), (30, 2.5)]  # 50 is ahead of where the run goes on
+    assert progress.best_step == 20 and progress.best_kept == 30 and progress.is_exhausted
+    assert read_progress(tmp_path, 45, 1, "other rows").losses == [(40, 1.0)]
 
 
 def test_which_checkpoints_stay():

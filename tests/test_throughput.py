@@ -36,4 +36,5 @@ def test_flops_are_those_that_torch_counts(lora):
 def test_peaks():
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12 and peak_flops("NVIDIA H100 PCIe") == 756e12
     assert peak_flops("NVIDIA L40S") == 362e12 and peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    assert peak_flops("Some CPU") is None
+    assert [peak_flops(f"NVIDIA {name}") for name in ("RTX A4000", "RTX A1000 Laptop GPU", "GB200")] == [None] * 3
+    assert peak_flops("NVIDIA A40") == 150e12 and peak_flops("NVIDIA H200") == 989e12 and peak_flops("Some CPU") is None

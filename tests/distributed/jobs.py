@@ -63,7 +63,7 @@ def wait_until(job, condition) -> None:
     """Return as soon as `condition()` holds; the job must still run."""
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
-        assert job.poll() is None, "the job ended before its moment came"
+        assert job.poll() is None, f"the job ended with {job.poll()} before its moment came"
         assert time.monotonic() < deadline, "the moment never came"
         time.sleep(0.0005)
 

@@ -70,7 +70,9 @@ def write_recipe(folder, tied):
     tokenizer = byte_tokenizer()
     model = folder / f"model_{tied}"
     assert len(tokenizer) == 259
-    model_of(tied).save_pretrained(model)
+    made = model_of(tied)
+    made.generation_config.eos_token_id = [2, 7]
+    made.save_pretrained(model)
     tokenizer.save_pretrained(model)
     data = folder / "data.jsonl"
     rows = [{"instruction": f"count to {i}", "response": " ".join(map(str, range(i % 9 + 1)))} for i in range(40)]
@@ -140,6 +142,7 @@ def test_export(runs, name):
     folder, lines = runs
     model = reload(folder, name)
     tied = bool(RUNS[name][0])
+    assert model.generation_config.eos_token_id == [2, 7]
     assert model.config.tie_word_embeddings == tied and model.dtype == torch.float32
     shared = model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     assert shared == tied
@@ -282,3 +285,29 @@ def test_training_ends_early_and_exports_the_best_checkpoint(tmp_path):
     assert sorted(p.name for p in checkpoints.glob("step-*")) == [f"step-{best:08d}", f"step-{last:08d}"]
     assert json.loads((checkpoints / "best.json").read_text())["checkpoint"] == f"step-{best:08d}"
     assert len(found["census"]) == -(-last // 3)
+
+
+def compiled_and_not(rank, world, folder, recipe_file):
+    import torch.distributed as dist
+
+    from cluster_ds.distributed import Ranks
+    from cluster_ds.prepare import prepare
+    from cluster_ds.training import train
+
+    ranks = Ranks(rank, world, rank, dist.distributed_c10d._get_default_store())
+    compiled = ["train.compile=true", "train.gradient_checkpointing=true"]
+    for name, stage, more in (("compiled3", 3, compiled), ("plain", 2, []), ("compiled2", 2, compiled)):
+        settings = [f"deepspeed.config=zero{stage}", "train.precision=fp32", "train.packing=true", "train.epochs=1", *more]
+        recipe, output = load_recipe(recipe_file, settings), Path(folder, name)
+        train(recipe, prepare(recipe, output, ranks), output, ranks)
+
+
+@pytest.mark.slow
+def test_compiled_layers_learn_the_same(tmp_path):
+    run_on_ranks(compiled_and_not, 2, str(tmp_path), write_recipe(tmp_path, True))
+    plain, start = dict(reload(tmp_path, "plain").named_parameters()), dict(model_of(True).named_parameters())
+    update = torch.cat([(plain[n] - start[n]).flatten() for n in plain]).norm()
+    for name in ("compiled2", "compiled3"):
+        found = dict(reload(tmp_path, name).named_parameters())
+        difference = torch.cat([(found[n] - plain[n]).flatten() for n in plain]).norm()
+        assert 0 < difference <= 1e-4 * update  # 0: nothing was compiled
