@@ -24,6 +24,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import cluster_ds
+from cluster_ds.building import make_optimizer
 from cluster_ds.distributed import free_port, on_gpu
 from cluster_ds.ds_config import resolve_config
 from cluster_ds.estimate import memory_per_gpu, total_bytes
@@ -34,7 +35,6 @@ from cluster_ds.recipe import ModelSection, TrainSection
 from cluster_ds.shapes import SHAPES, ModelShape
 from cluster_ds.shards import length_batches
 from cluster_ds.throughput import peak_flops, step_flops
-from cluster_ds.training import make_optimizer
 
 FORMAT = 1
 ATTENTION = ModelSection(name_or_path="random weights", attn_implementation="flash_attention_2")

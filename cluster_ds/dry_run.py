@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .building import build_training, run_step
 from .catalogue import device_note, is_for_cpu, memory_lines
 from .distributed import Ranks, ensure_process_group
 from .ds_config import resolve_config
@@ -28,7 +29,6 @@ from .recipe import Recipe
 from .shapes import DATASET_ROWS, quadratic_cost, shape_of
 from .shards import length_batches
 from .tokens import TokenTable
-from .training import build_training, run_step
 
 PROBE = "probe.json"
 _WARM_UP = 1  # steps and batches that are not counted: compilation, allocation, first communication

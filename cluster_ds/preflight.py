@@ -213,7 +213,8 @@ def _require_space(recipe: Recipe, model: Path | None, output_dir: Path, world_s
     if recipe.model.lora is not None:
         shape = shape_of(recipe.model.name_or_path, model)
         trained = 0 if shape is None else shape.adapter_parameters(recipe.model.lora)
-    needed = trained * per_parameter + number * (4 if train.export_dtype == "float32" else 2)
+    kept = trained * per_parameter if train.full_disk == "stop" else 0
+    needed = kept + number * (4 if train.export_dtype == "float32" else 2)
     require_space(output_dir, needed, "one checkpoint and the exported model")
 
 

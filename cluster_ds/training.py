@@ -13,48 +13,27 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import get_scheduler
-from transformers.integrations import HfDeepSpeedConfig
 
-from .checkpoint import (
-    Found,
-    Keep,
-    checkpoint_bytes,
-    export_bytes,
-    export_model,
-    find_sound_checkpoint,
-    load_checkpoint,
-    release,
-    save_checkpoint,
-    set_aside_later,
-)
+from .building import build_training, schedule_of
+from .checkpoint import Keep, checkpoint_bytes, find_sound_checkpoint, load_checkpoint, release, save_checkpoint
 from .diagnosis import GradientWatch
 from .distributed import Ranks, ensure_process_group
-from .ds_config import resolve_config, with_batch_arithmetic, zero_stage
-from .engine import ClusterEngine, initialize, join_deepspeed
-from .estimate import batch_text, skew_text
-from .files import is_committed, read_json, require_ours, require_space, write_text
+from .ds_config import resolve_config
+from .engine import ClusterEngine
+from .estimate import batch_text
+from .export import export_bytes, export_model
+from .files import require_ours, require_space, write_text
 from .loader import ClusterLoader
-from .lora import with_adapters
 from .memory import is_out_of_memory, peak_memory
-from .models import compile_layers, load_model, pad_token_id
+from .models import pad_token_id
 from .monitor import monitor_config, open_log
-from .plan import Plan
 from .prepare import Prepared
 from .recipe import Recipe, TrainSection
+from .resuming import finished_steps, identity_of, resume_step
 from .run_log import RunLog
-from .schedule import Schedule
-from .shapes import quadratic_cost
 from .tokens import TokenTable
 from .validation import HeldOut, Progress, read_progress
 from .watch import LOADING, Stopped, Watch
-
-# What may change between two starts of one run: none of it changes what is learnt.
-_FREE_TO_CHANGE = {
-    "micro_batch_size", "packing", "max_tokens", "tokens_per_micro_batch", "gradient_checkpointing",
-    "num_workers", "checkpoint_every", "keep_checkpoints", "milestone_every", "export_dtype",
-    "hang_timeout_s", "max_nonfinite_steps", "full_disk", "log_to", "diagnose_every", "tf32", "compile",
-}
 
 
 @dataclass(frozen=True)
@@ -94,19 +73,19 @@ def train(
         ValueError: if the folder holds a run of something else, naming what differs, or only damaged checkpoints.
     """
     config = resolve_config(recipe.deepspeed.config, recipe.train, ranks.world_size)
-    total = ranks.on_main(lambda: _schedule(recipe, prepared.plan).num_steps)
-    identity = {**_identity(recipe, prepared.plan, config), "num_steps": total}
+    total = ranks.on_main(lambda: schedule_of(recipe, prepared.plan).num_steps)
+    identity = {**identity_of(recipe, prepared.plan, config), "num_steps": total}
     model_folder = output_dir / "model"
     exported = {**identity, "export_dtype": recipe.train.export_dtype}
     if recipe.evaluate.keep_best or recipe.evaluate.patience is not None:  # they decide what is exported
         exported["evaluate"] = recipe.evaluate.model_dump(include={"every", "keep_best", "patience"})
-    finished = ranks.on_main(lambda: _finished(model_folder, exported))
+    finished = ranks.on_main(lambda: finished_steps(model_folder, exported))
     if finished is not None and resume is None:
         ranks.print(f"[train] reused the finished model {model_folder}")
         return TrainResult(model_folder, finished, 0.0, True, finished < total)
     ranks.on_main(lambda: require_ours(model_folder))
     found = find_sound_checkpoint(output_dir / "checkpoints", resume, ranks)
-    step = ranks.on_main(lambda: _resume_step(output_dir, identity, recipe, ranks, found, resume is not None))
+    step = ranks.on_main(lambda: resume_step(output_dir, identity, recipe, ranks, found, resume is not None))
     ranks.on_main(lambda: write_text(output_dir / "recipe.yaml", recipe.to_yaml()))
     monitors = ranks.on_main(lambda: monitor_config(recipe, output_dir, step, config)) if step < total else {}
 
@@ -116,7 +95,7 @@ def train(
     checkpoints = output_dir / "checkpoints"
     with peak_memory("training", ranks), _explained(recipe):
         engine, loader = build_training(recipe, prepared, config | monitors, ranks)
-        if step < total:
+        if step < total and recipe.train.full_disk == "stop":
             needed = checkpoint_bytes(engine) + export_bytes(engine, dtype)
             ranks.on_main(lambda: require_space(output_dir, needed, "one checkpoint and the exported model"))
         if step:
@@ -143,129 +122,6 @@ def train(
     release(engine)  # the exported model is about to be loaded for evaluation
     ranks.print(f"[train] exported and reloaded {model_folder}")
     return TrainResult(model_folder, step, time.perf_counter() - started, False, step < total)
-
-
-def _finished(model_folder: Path, exported: dict[str, Any]) -> int | None:
-    """Steps of the finished run whose model lies here; None if there is none, or it is another's."""
-    if not is_committed(model_folder):
-        return None
-    manifest = read_json(model_folder / "manifest.json")
-    same = all(manifest.get(k) == exported.get(k) for k in {*exported, "evaluate"})
-    return manifest.get("steps_done", exported["num_steps"]) if same else None
-
-
-def make_optimizer(model: torch.nn.Module, train: TrainSection, on_gpu: bool) -> torch.optim.Optimizer:
-    """AdamW, or Adafactor as Hugging Face's Trainer sets it; vectors (norms, biases) are not decayed."""
-    named = [(p, getattr(p, "ds_shape", p.shape)) for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p, shape in named if len(shape) >= 2], "weight_decay": train.weight_decay},
-        {"params": [p for p, shape in named if len(shape) < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    if train.optimizer == "adafactor":
-        from transformers.optimization import Adafactor
-
-        return Adafactor(groups, lr=train.lr, scale_parameter=False, relative_step=False)
-    return torch.optim.AdamW(groups, lr=train.lr, betas=(train.betas[0], train.betas[1]), eps=train.eps, fused=on_gpu)
-
-
-def warmup_steps(train: TrainSection, num_steps: int) -> int:
-    """Warm-up in optimizer steps."""
-    if train.warmup_ratio is not None:
-        return math.ceil(train.warmup_ratio * num_steps)
-    return train.warmup_steps or 0
-
-
-def _schedule(recipe: Recipe, plan: Plan) -> Schedule:
-    t = recipe.train
-    return Schedule(
-        plan, global_batch_size=t.global_batch_size, epochs=t.epochs, seed=t.seed, normalization=t.normalization
-    )
-
-
-def _identity(recipe: Recipe, plan: Plan, config: dict[str, Any]) -> dict[str, Any]:
-    """What makes two runs the same run; compared on resume."""
-    train = {k: v for k, v in recipe.train.model_dump().items() if k not in _FREE_TO_CHANGE}
-    lora = recipe.model.lora and recipe.model.lora.model_dump()
-    model = plan.manifest["provenance"].get("model")
-    return {**train, "plan": plan.hash, "model": model, "lora": lora, "zero_stage": zero_stage(config)}
-
-
-def _resume_step(
-    output_dir: Path, identity: dict[str, Any], recipe: Recipe, ranks: Ranks, found: Found, wanted: bool
-) -> int:
-    """Steps that a whole checkpoint of this very run has done; 0 to begin."""
-    folder = output_dir / "checkpoints"
-    ranks.print(*(f"[train] {note}" for note in found.notes))
-    if found.step is None:
-        if is_committed(output_dir / "model"):
-            raise ValueError(
-                f"{output_dir / 'model'} was made by another run and there is no checkpoint to continue: choose another "
-                "--output_dir, or delete it"
-            )
-        ranks.print("[train] no checkpoint, starting at step 0")
-        return 0
-    manifest = read_json(folder / f"step-{found.step:08d}" / "manifest.json")
-    then = manifest["identity"]
-    different = [f"{k}: then {then.get(k)!r}, now {v!r}" for k, v in identity.items() if then.get(k) != v]
-    if different:
-        raise ValueError(
-            f"{folder} belongs to another run:\n  "
-            + "\n  ".join(different)
-            + "\nset these back, or choose another --output_dir"
-        )
-    for later in set_aside_later(folder, found.step) if wanted else []:
-        ranks.print(f"[train] {later.name} holds what this run will no longer lead to: kept, but passed over")
-    now = batch_text(recipe, ranks.world_size)
-    if manifest["batches"] != now:
-        ranks.print(f"[train] until then {manifest['batches']}; now {now}; the global batches stay the same")
-    ranks.print(f"[train] resuming behind step {found.step}")
-    return found.step
-
-
-def build_training(
-    recipe: Recipe, prepared: Prepared, config: dict[str, Any], ranks: Ranks
-) -> tuple[ClusterEngine, ClusterLoader]:  # collective
-    """The engine and the loader of a recipe, at step 0."""
-    t = recipe.train
-    join_deepspeed()
-    torch.manual_seed(t.seed)
-    dtype = torch.bfloat16 if t.precision in ("bf16", "pure_bf16") else torch.float32
-    sharded = zero_stage(config) == 3
-    stated = with_batch_arithmetic(config, ranks.world_size, packed=t.packing)
-    holder = HfDeepSpeedConfig(stated) if sharded else None  # while it lives, from_pretrained shards as it loads
-    base = load_model(prepared.model_folder, recipe.model, dtype, None if sharded else ranks.device)
-    model = base if recipe.model.lora is None else with_adapters(base, recipe.model.lora, t.seed)
-    del holder
-    if t.gradient_checkpointing:
-        base.activation_checkpointing_enable({"use_reentrant": False})
-    if t.compile:
-        compile_layers(base)
-    torch.set_float32_matmul_precision("high" if t.tf32 else "highest")
-    if t.precision == "bf16_autocast":
-        torch.set_autocast_cache_enabled(False)  # the cache would cost 2 more bytes a parameter
-    model.train()
-    optimizer = make_optimizer(model, t, ranks.device.type == "cuda")
-
-    def scheduler(inner: torch.optim.Optimizer, num_steps: int) -> Any:
-        warmup = warmup_steps(t, num_steps)
-        name = "constant_with_warmup" if t.schedule == "constant" else t.schedule
-        return get_scheduler(name, inner, num_warmup_steps=warmup, num_training_steps=num_steps)
-
-    engine, _, loader, _ = initialize(
-        model=model, config=config, dataset=prepared.tokens, plan=prepared.plan, epochs=t.epochs, seed=t.seed,
-        normalization=t.normalization, allocation=t.allocation, packing=recipe.packing,
-        quadratic_cost=quadratic_cost(prepared.model_folder), optimizer=optimizer, lr_scheduler=scheduler,
-        pad_id=pad_token_id(prepared.tokenizer), num_workers=t.num_workers,
-    )
-    ranks.print(
-        f"[train] {batch_text(recipe, ranks.world_size)}; {engine.schedule.steps_per_epoch} steps an epoch, "
-        f"{engine.schedule.num_steps} in all; ZeRO {zero_stage(config)}, {t.precision}, {t.optimizer}"
-    )
-    if ranks.is_main and ranks.world_size > 1:
-        attention = loader.batches.allocator.quadratic_cost
-        ranks.print(f"[train] {skew_text(prepared.plan, recipe, ranks.world_size, attention)}")
-    return engine, loader
 
 
 def _loop(
@@ -372,14 +228,6 @@ def _evaluate(
     progress.losses.append((step, losses["sample_mean"]))
     if log is not None:
         log.write_held_out(step, losses, time.perf_counter() - started, progress.best_step, held_out.tokens.key)
-
-
-def run_step(engine: ClusterEngine, batches: Iterator[dict[str, Any]]) -> None:  # collective
-    """One optimizer step on the next micro-batches."""
-    while True:
-        engine.backward(engine(next(batches)))
-        if engine.step():
-            return
 
 
 def _judge_step(train: TrainSection, engine: ClusterEngine, step: int, num_left_out: int, ranks: Ranks) -> None:
