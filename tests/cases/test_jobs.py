@@ -90,4 +90,4 @@ def test_E01_the_schedulers_gpus_are_used(tmp_path):
     assert "--include" not in arguments and "--num_gpus" not in arguments
     assert "--master_port" in arguments and arguments.index("--master_port") < arguments.index("train.py")
     assert f"{ROOT}/launch/train.py --recipe magicoder_7b" in arguments
-    assert "2 devices where the recipe names 4: 2 ranks x 4 samples x 64 micro-batches = 512" in text
+    assert "2 devices where the recipe names 4: 2 ranks share 512 samples a step" in text

@@ -138,7 +138,7 @@ def test_S01_resume_inside_a_later_epoch(resumed):
 def test_S04_another_micro_batch_on_resume(resumed):
     runs, results, printed = resumed
     assert len(entries(runs["micro"])) == 6 and same_order(runs["two"], runs["micro"])
-    assert "samples a step; the global batches stay the same" in printed
+    assert "now 2 ranks x 4 samples x 1 micro-batches = 8 a step; the global batches stay the same" in printed
     assert all(torch.allclose(weights(runs["two"])[n], w, atol=1e-5) for n, w in weights(runs["micro"]).items())
     assert "global_batch_size: then 8, now 16" in results["batch"] and "seed: then 0, now 1" in results["seed"]
 

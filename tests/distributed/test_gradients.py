@@ -59,7 +59,8 @@ class Case:
 
     def config(self):
         return {
-            "train_batch_size": self.global_batch_size, "train_micro_batch_size_per_gpu": MICRO,
+            "train_batch_size": self.global_batch_size,
+            **({} if self.packed else {"train_micro_batch_size_per_gpu": MICRO}),
             "gradient_clipping": self.clipping, "zero_allow_untested_optimizer": True, "communication_data_type": "fp32",
             "zero_optimization": {"stage": self.stage, "overlap_comm": False},
         }

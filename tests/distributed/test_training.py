@@ -34,7 +34,10 @@ RUNS = {  # name: (tied embeddings, overrides); stage 3 first: zero.Init must no
     "packed_bf16_3": (True, ["deepspeed.config=zero3", "train.packing=true", "train.gradient_checkpointing=true"]),
     "lora": (True, ["deepspeed.config=zero2", "train.precision=fp32", "model.lora.rank=4", "train.lr=1e-2"]),
     "lora_bf16_3": (True, ["deepspeed.config=zero3", "model.lora.rank=4", "train.lr=1e-2", "train.packing=true"]),
-    "looked_at": (True, ["deepspeed.config=zero2", "train.precision=fp32", "train.diagnose_every=2", "evaluate.every=2"]),
+    "looked_at": (
+        True,
+        ["deepspeed.config=zero2", "train.precision=fp32", "train.diagnose_every=2", "evaluate.every=2", "train.log_to=[tensorboard, csv]"],
+    ),
     "looked_at_3": (True, ["deepspeed.config=zero3", "train.precision=fp32", "train.diagnose_every=2", "evaluate.every=2"]),
     "workers": (True, ["deepspeed.config=zero2", "train.precision=fp32", "train.num_workers=2"]),
 }
@@ -226,6 +229,24 @@ def test_held_out_losses_are_those_of_the_exported_model(runs, name):
     diagnosed = [e for e in read_lines(folder / name / "log.jsonl") if "rank_cosine" in e]
     assert [e["step"] for e in diagnosed] == [2, 4, 6]
     assert all(-1 < e["rank_cosine"] < 1 and e["num_gradients"] == 4 and e["standard_error"] == 0 for e in diagnosed)
+
+
+def test_monitors_are_told_what_the_log_says(runs):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder, _ = runs
+    entries = read_lines(folder / "looked_at" / "log.jsonl")
+    (name,) = (p.name for p in (folder / "looked_at" / "tensorboard").iterdir())
+    events = EventAccumulator(str(folder / "looked_at" / "tensorboard" / name))
+    events.Reload()
+    assert {"cluster_ds/loss", "cluster_ds/rank_cosine", "cluster_ds/held_out_sample_mean"} <= set(events.Tags()["scalars"])
+    assert not any(tag.startswith("Train/") for tag in events.Tags()["scalars"])  # DeepSpeed's own, over another axis
+    found = [(e.step, e.value) for e in events.Scalars("cluster_ds/loss")]
+    assert found == [(e["step"], pytest.approx(e["loss"])) for e in entries]
+    lines = (folder / "looked_at" / "csv" / name / "cluster_ds_loss.csv").read_text().split()
+    assert [float(line.split(",")[1]) for line in lines[1:]] == pytest.approx([e["loss"] for e in entries])
+    again = {p.name for p in (folder / "looked_at_resumed" / "tensorboard").iterdir()}
+    assert again == {name, f"{name}-from-3"}  # the run that was copied, and its going on
 
 
 def test_the_adapter_beside_the_merged_model_makes_it_of_the_base(runs):
