@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
+from types import UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
@@ -413,6 +414,7 @@ def _field_names(loc: tuple[str, ...]) -> list[str]:
             model = get_args(model)[1]
         else:
             field = getattr(model, "model_fields", {}).get(part)
-            kinds = [field.annotation, *get_args(field.annotation)] if field else []  # "LoraSection | None" among them
-            model = next((kind for kind in kinds if hasattr(kind, "model_fields")), field.annotation if field else None)
+            model = field.annotation if field else None
+            if get_origin(model) is UnionType:  # a section that may be None
+                model = next((kind for kind in get_args(model) if hasattr(kind, "model_fields")), None)
     return list(getattr(model, "model_fields", {}))
