@@ -38,6 +38,7 @@ from cluster_ds.tokens import IGNORE_INDEX, tokenize_sample
 
 BLOCK = 10  # steps
 BATCH, MICRO, MAX_TOKENS = 16, 8, 512
+PACKS = 4  # of a micro-batch: about as many tokens as eight padded samples make
 
 
 def samples_of(model: Path, data: str, max_length: int) -> list[dict]:
@@ -140,7 +141,7 @@ def padding_and_packing(model: Path, samples: list[dict], rounds: int) -> dict:
     """Useful tokens a second of the same 48 rows."""
     rows = np.random.default_rng(1).permutation(len(samples))[:48]
     chosen = [samples[i] for i in rows]
-    packing = cluster_ds.Packing(MAX_TOKENS, MICRO * MAX_TOKENS)
+    packing = cluster_ds.Packing(MAX_TOKENS, PACKS * MAX_TOKENS)
     ways = {"padded, random order": {"allocation": "cluster"}, "padded, like lengths": {"allocation": "tokens"},
             "packed": {"packing": packing, "allocation": "tokens"}}
     tokens = sum(len(s["input_ids"]) for s in chosen)
