@@ -74,8 +74,8 @@ def aim(output: Path, progress: float, rng: random.Random) -> tuple[str, Callabl
     if not planned and progress < 0.15 and shards < 14:
         return "extraction", lambda: len(list(cache.glob("proxies/*/*.json"))) > shards
     if not planned and progress < 0.3:
-        pause = Pause(rng.uniform(0, 0.1))
-        return "clustering", lambda: len(list(cache.glob("proxies/*/*.json"))) >= 16 and pause.is_over()
+        pause, said = Pause(rng.uniform(0, 0.4)), Said(output, b"[proxies]")
+        return "clustering", lambda: len(list(cache.glob("proxies/*/*.json"))) >= 16 and said.is_there() and pause.is_over()
     if (output / "model").is_dir():
         return "reuse", Pause(rng.uniform(0.5, 3.0)).is_over
     if done >= STEPS:
@@ -89,8 +89,8 @@ def aim(output: Path, progress: float, rng: random.Random) -> tuple[str, Callabl
         return "step behind a save", lambda: newest(checkpoints) >= goal and pause.is_over()
     kind = ["save", "start", "step", "evaluation"][int(100 * progress) // 3 % 4]
     if kind == "start":
-        pause = Pause(rng.uniform(0.5, 8.0))
-        return "start", pause.is_over
+        pause, said = Pause(rng.uniform(0, 4.0)), Said(output, b"[run] recipe")
+        return "start", lambda: said.is_there() and pause.is_over()
     if kind == "save":
         target = checkpoints / f"step-{goal:08d}"
         return "save", lambda: target.is_dir() and not (target / "manifest.json").exists()
@@ -98,6 +98,17 @@ def aim(output: Path, progress: float, rng: random.Random) -> tuple[str, Callabl
         return "evaluation or save", lambda: steps_done(output) >= goal
     pause = Pause(rng.uniform(0, 0.3))
     return "step", lambda: steps_done(output) >= done + 1 and pause.is_over()
+
+
+class Said:
+    """Whether the next start has printed a text. Ranks that are still importing do not know yet who has started them."""
+
+    def __init__(self, output: Path, text: bytes):
+        self.file, self.text = output.with_suffix(".out"), text
+        self.begin = self.file.stat().st_size if self.file.is_file() else 0
+
+    def is_there(self) -> bool:
+        return self.text in self.file.read_bytes()[self.begin :]
 
 
 class Pause:
