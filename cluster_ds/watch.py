@@ -72,6 +72,8 @@ class Watch:
         self._main_thread = threading.get_ident()
         self._parent = os.getppid()
         self._starters = _starters(self._parent)
+        under_deepspeed = "LOCAL_SIZE" in os.environ  # set by its launcher
+        self._came_late = under_deepspeed and (is_orphan(os.getpid()) or is_orphan(self._parent))
 
     def start(self) -> None:
         """Take over the signals; call on the main thread."""
@@ -173,7 +175,7 @@ class Watch:
     def _look_at_launcher(self) -> None:
         if self._has_launcher and os.getppid() != self._parent:
             self._leave(EXIT_STOPPED, "")
-        if not all(map(_is_alive, self._starters)):
+        if self._came_late or not all(map(_is_alive, self._starters)):
             if self._launcher_gone_at is None:
                 self._launcher_gone_at = time.monotonic()
                 self._request("the end of the deepspeed launcher")
@@ -333,6 +335,18 @@ def _starters(parent: int) -> list[psutil.Process]:
     except psutil.Error:
         pass
     return found
+
+
+def is_orphan(pid: int) -> bool:
+    """Whether the one who started a process has ended, e.g. while we were still importing.
+
+    Whoever inherits orphans (init, a service manager) is of another session; the head of a session was meant to be alone.
+    """
+    try:
+        parent, session = psutil.Process(pid).ppid(), os.getsid(pid)
+        return parent != 0 and session != pid and os.getsid(parent) != session  # 0: outside of this container
+    except (psutil.Error, ProcessLookupError):
+        return True
 
 
 def _is_alive(process: psutil.Process) -> bool:

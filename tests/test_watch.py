@@ -1,11 +1,14 @@
 """Who is named when a job makes no progress; whole jobs are signalled and hung in distributed/test_faults.py."""
 
+import subprocess
+import sys
 import threading
 import time
 
+import psutil
 import pytest
 
-from cluster_ds.watch import LOADING, Watch
+from cluster_ds.watch import LOADING, Watch, is_orphan
 
 
 class Store:
@@ -93,3 +96,26 @@ def test_the_grace_after_the_launcher_has_gone_waits_for_a_save(monkeypatch):
     time.sleep(0.2)
     watch._look_at_launcher()
     assert left == ["no progress since the launcher has gone: leaving without a checkpoint"]
+
+
+def test_who_has_lost_its_parent_is_an_orphan_and_the_head_of_a_session_is_not():
+    child = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
+    parent = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    orphan = psutil.Process(int(parent.stdout.readline()))
+    try:
+        assert not is_orphan(orphan.pid) and not is_orphan(parent.pid)
+        parent.kill()
+        parent.wait()
+        assert is_orphan(orphan.pid)
+    finally:
+        orphan.kill()
+
+
+def test_a_rank_whose_launcher_was_killed_before_it_looked_stops(monkeypatch):
+    monkeypatch.setenv("LOCAL_SIZE", "2")
+    monkeypatch.setattr("cluster_ds.watch.is_orphan", lambda pid: True)
+    watch, left = Watch(), []
+    monkeypatch.setattr(watch, "_leave", lambda code, message: left.append(message))
+    monkeypatch.setattr(watch, "_siblings_gone", lambda: False)
+    watch._look_at_launcher()
+    assert left == ["stopped by the end of the deepspeed launcher: the same command continues from what is finished"]
