@@ -17,7 +17,7 @@ import numpy as np
 from cluster_ds.plan import Plan, random_part
 from cluster_ds.planning import make_plan
 from cluster_ds.prepare import cache_dir
-from cluster_ds.recipe import load_recipe
+from cluster_ds.recipe_file import load_recipe
 from cluster_ds.schedule import Schedule
 from cluster_ds.selection import QUOTAS
 from cluster_ds.shards import read_proxies

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .recipe import Recipe, available_recipes, load_recipe
+from .recipe import Recipe
+from .recipe_file import available_recipes, load_recipe
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:

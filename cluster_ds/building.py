@@ -12,8 +12,9 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from .distributed import Ranks
 from .ds_config import with_batch_arithmetic, zero_stage
-from .engine import ClusterEngine, initialize, join_deepspeed
+from .engine import ClusterEngine
 from .estimate import batch_text, skew_text
+from .initialization import initialize, join_deepspeed
 from .loader import ClusterLoader
 from .lora import with_adapters
 from .models import compile_layers, load_model, pad_token_id

@@ -13,7 +13,8 @@ from rich.table import Table
 from .ds_config import resolve_config, zero_stage
 from .estimate import batch_text, memory_per_gpu, steps_text, total_bytes
 from .files import write_text
-from .recipe import RECIPES_DIR, Recipe, available_recipes, find_recipe, load_recipe
+from .recipe import Recipe
+from .recipe_file import RECIPES_DIR, available_recipes, find_recipe, load_recipe
 from .shapes import DATASET_ROWS, SHAPES, ModelShape
 
 _HOME = Path(__file__).resolve().parent.parent

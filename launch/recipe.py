@@ -12,7 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from cluster_ds.arguments import add_override_argument, positive
 from cluster_ds.catalogue import checked, copy_recipe, device_note, list_recipes
 from cluster_ds.preflight import fetch, fetch_benchmarks, inventory, look, missing_for
-from cluster_ds.recipe import Recipe, available_recipes, find_recipe, load_recipe
+from cluster_ds.recipe import Recipe
+from cluster_ds.recipe_file import available_recipes, find_recipe, load_recipe
 
 
 def show(args: argparse.Namespace) -> None:

@@ -103,7 +103,7 @@ def after_a_plan(change: Callable[[Path], list[str]]) -> Callable[[Path], list[s
     def make(folder: Path) -> list[str]:
         from cluster_ds.distributed import Ranks
         from cluster_ds.prepare import prepare
-        from cluster_ds.recipe import load_recipe
+        from cluster_ds.recipe_file import load_recipe
 
         rows_are(ROWS)(folder)
         prepare(load_recipe("recipe.yaml"), (folder / "runs" / "recipe").resolve(), Ranks(0, 1, 0))

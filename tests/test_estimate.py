@@ -5,7 +5,8 @@ import pytest
 
 from cluster_ds.ds_config import resolve_config
 from cluster_ds.estimate import arms_of, loads_of_steps, memory_per_gpu, steps_text, total_bytes
-from cluster_ds.recipe import TrainSection, load_recipe
+from cluster_ds.recipe import TrainSection
+from cluster_ds.recipe_file import load_recipe
 from cluster_ds.shapes import DATASET_ROWS, SHAPES, ModelShape
 
 from .conftest import hand_plan, tiny_llama

@@ -111,7 +111,7 @@ def test_what_the_hub_refuses(repositories, tmp_path):
 
 def test_benchmark_data_and_the_sandbox_are_looked_for(tmp_path, monkeypatch):
     from cluster_ds.preflight import look
-    from cluster_ds.recipe import load_recipe
+    from cluster_ds.recipe_file import load_recipe
 
     (tmp_path / "evalplus").mkdir()
     (tmp_path / "evalplus" / "HumanEvalPlus-v0.1.10.jsonl").write_text("{}\n")
@@ -207,7 +207,7 @@ def test_a_disk_that_is_too_small_is_missing_as_well(tmp_path, monkeypatch):
     import cluster_ds.files as files
     import cluster_ds.preflight as preflight
     from cluster_ds.embedded import resolve_model
-    from cluster_ds.recipe import load_recipe
+    from cluster_ds.recipe_file import load_recipe
 
     usage = files.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: usage._replace(free=10**6))

@@ -12,7 +12,7 @@ import pytest
 
 from cluster_ds.models import sentencepiece_differences
 from cluster_ds.prepare import train_sources
-from cluster_ds.recipe import load_recipe
+from cluster_ds.recipe_file import load_recipe
 from cluster_ds.records import read_records
 from cluster_ds.templates import get_template
 from cluster_ds.tokens import tokenize_sample

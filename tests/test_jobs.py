@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster_ds.catalogue import checked, copy_recipe, device_note
-from cluster_ds.recipe import RECIPES_DIR, available_recipes, find_recipe, load_recipe
+from cluster_ds.recipe_file import RECIPES_DIR, available_recipes, find_recipe, load_recipe
 
 from .conftest import ROOT
 

@@ -6,7 +6,8 @@ import torch
 from cluster_ds.ds_config import resolve_config
 from cluster_ds.estimate import memory_per_gpu
 from cluster_ds.lora import base_name, base_of, updates_of, with_adapters
-from cluster_ds.recipe import LoraSection, ModelSection, load_recipe
+from cluster_ds.recipe import LoraSection, ModelSection
+from cluster_ds.recipe_file import load_recipe
 from cluster_ds.shapes import SHAPES, ModelShape
 
 from .conftest import tiny_llama

@@ -8,7 +8,7 @@ from cluster_ds.distributed import Ranks
 from cluster_ds.embedded import byte_tokenizer
 from cluster_ds.plan import Plan
 from cluster_ds.prepare import prepare
-from cluster_ds.recipe import load_recipe
+from cluster_ds.recipe_file import load_recipe
 
 from .conftest import tiny_llama
 

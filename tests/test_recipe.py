@@ -3,7 +3,8 @@ import shutil
 import pytest
 import yaml
 
-from cluster_ds.recipe import RECIPES_DIR, Recipe, available_recipes, load_recipe
+from cluster_ds.recipe import Recipe
+from cluster_ds.recipe_file import RECIPES_DIR, available_recipes, load_recipe
 
 MINIMAL = """\
 model:
@@ -86,7 +87,7 @@ def test_all_problems_at_once(tmp_path):
 
 
 def test_misspelt_recipe_names_the_nearest(tmp_path, monkeypatch):
-    import cluster_ds.recipe as module
+    import cluster_ds.recipe_file as module
 
     shutil.copy(RECIPES_DIR / "tiny.yaml", tmp_path / "magicoder_7b.yaml")
     monkeypatch.setattr(module, "RECIPES_DIR", tmp_path)

@@ -9,7 +9,7 @@ from cluster_ds.checkpoint import Keep
 from cluster_ds.diagnosis import Diagnosis
 from cluster_ds.engine import StepRecord
 from cluster_ds.monitor import monitor_config, require_monitors
-from cluster_ds.recipe import load_recipe
+from cluster_ds.recipe_file import load_recipe
 from cluster_ds.run_log import RunLog, read_lines
 from cluster_ds.schedule import Schedule
 from cluster_ds.validation import Progress, read_progress

@@ -11,7 +11,7 @@ import pytest
 
 from cluster_ds.distributed import Ranks
 from cluster_ds.prepare import prepare_tokens
-from cluster_ds.recipe import load_recipe
+from cluster_ds.recipe_file import load_recipe
 from cluster_ds.records import Source, read_records
 from cluster_ds.sources import find_files, read_rows
 

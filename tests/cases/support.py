@@ -4,7 +4,7 @@ from pathlib import Path
 
 from cluster_ds.distributed import Ranks
 from cluster_ds.prepare import prepare, prepare_tokens
-from cluster_ds.recipe import load_recipe
+from cluster_ds.recipe_file import load_recipe
 
 INPUTS = Path(__file__).parent / "inputs"
 

@@ -8,7 +8,7 @@ import pytest
 from cluster_ds.distributed import Ranks
 from cluster_ds.embedded import resolve_model
 from cluster_ds.prepare import prepare, prepare_tokens
-from cluster_ds.recipe import load_recipe
+from cluster_ds.recipe_file import load_recipe
 
 from .support import INPUTS, texts
 

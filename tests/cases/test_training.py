@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster_ds.recipe import load_recipe
+from cluster_ds.recipe_file import load_recipe
 
 from ..conftest import tiny_llama
 from ..distributed.ranks import run_on_ranks

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster_ds.recipe import load_recipe
+from cluster_ds.recipe_file import load_recipe
 
 from .ranks import run_on_ranks
 from .test_training import write_recipe

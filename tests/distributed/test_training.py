@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster_ds.recipe import load_recipe
+from cluster_ds.recipe_file import load_recipe
 from cluster_ds.run_log import read_lines
 
 from ..conftest import tiny_llama
