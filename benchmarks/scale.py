@@ -47,7 +47,7 @@ def write_shards(folder: Path, lengths: np.ndarray, d: int, seed: int = 0) -> No
         norms = rng.gamma(4.0, 1.0, len(rows)).astype(np.float32)
         projection = (x.astype(np.float32) @ matrix).astype(np.float16)
         write_shard(folder, number, "scale", {"rows": rows, "features": x, "projection": projection, "norms": norms,
-                                              "losses": norms})
+                                              "losses": norms}, seconds=0.0)
 
 
 def main() -> None:

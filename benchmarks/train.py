@@ -221,8 +221,8 @@ def main() -> None:
         out = Path(folder) / "skew"
         mp.spawn(balance, (4, args.port + 1, str(tiny), short, str(out)), nprocs=4)
         skews = torch.load(out)
-    show(f"4 ranks, packed, clusters by length: slowest over mean, median of {SKEW_STEPS} steps, least of {SKEW_PASSES} passes", ["", "predicted", "measured"],
-         [[name, *values] for name, values in skews.items()])
+    what = f"4 ranks, packed, clusters by length: slowest over mean, median of {SKEW_STEPS} steps, {SKEW_PASSES} passes"
+    show(what, ["", "predicted", "measured"], [[name, *values] for name, values in skews.items()])
     held = [
         claim(f"cluster is above 1.2, predicted {skews['cluster'][0]:.3f}, measured {skews['cluster'][1]:.3f}",
               min(skews["cluster"]) > 1.2),

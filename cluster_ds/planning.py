@@ -7,7 +7,7 @@ Shapes: N samples, n of them with a proxy that is not zero, H features, K cluste
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -23,6 +23,7 @@ from .plan import Plan
 from .selection import PlanSettings, Selection, cluster_weights, pool_of, select
 from .variance import Moments, batch_variances, cluster_sums, effective_sample_size, selection_bias
 
+_OF_CLUSTERING = ("num_clusters", "alpha", "min_fraction", "seed", "num_restarts", "normalize")
 _EXTREME_ROWS = 50
 _SHOWN_PAIRS = 50
 
@@ -53,49 +54,123 @@ def make_plan(
         ValueError: for shapes that do not fit, repeated ids, features that are not finite, and what the stages refuse.
     """
     wanted = PlanSettings(**settings)
+    say = report or (lambda line: None)
+    clustered = cluster_features(
+        features, ids, lengths, wanted, num_supervised_tokens=num_supervised_tokens, losses=losses, norms=norms,
+        sources=sources, provenance=provenance, device=device, report=report,
+    )
+    return plan_from(clustered, wanted, say)
+
+
+@dataclass(frozen=True)
+class Clustered:
+    """Samples in clusters, from which plans of different selections can be made.
+
+    Attributes:
+        settings: that the clusters were made with.
+        ids, lengths, supervised, losses, sources: of all N samples.
+        provenance: for the manifest.
+        rows: int64 [n], the samples with a proxy that is not zero; what follows is in their order.
+        ranks: int64 [N], the place of each sample's id among all, sorted.
+        points, unit: the vectors that were clustered, and those divided by their lengths.
+        magnitudes: float64 [n], the lengths of the proxies.
+        clusters: of the points.
+    """
+
+    settings: PlanSettings
+    ids: list[str]
+    lengths: np.ndarray
+    supervised: np.ndarray
+    losses: np.ndarray
+    sources: list[str]
+    provenance: dict[str, Any]
+    rows: np.ndarray
+    ranks: np.ndarray
+    points: Points
+    unit: Points
+    magnitudes: np.ndarray
+    clusters: Clusters
+
+    def column(self, values: np.ndarray, fill: Any, dtype: Any) -> np.ndarray:
+        """Values [n] of the clustered samples as a column [N] of all."""
+        out = np.full(len(self.ids), fill, dtype=dtype)
+        out[self.rows] = values
+        return out
+
+
+def cluster_features(
+    features: np.ndarray | Features, ids: Sequence[str], lengths: Sequence[int] | np.ndarray, settings: PlanSettings, *,
+    num_supervised_tokens: Sequence[int] | np.ndarray | None = None, losses: np.ndarray | None = None,
+    norms: np.ndarray | None = None, sources: Sequence[str] | None = None, provenance: dict[str, Any] | None = None,
+    device: torch.device | None = None, report: Callable[[str], None] | None = None,
+) -> Clustered:
+    """Cluster any features, for `plan_from`; arguments and errors as those of `make_plan`."""
     store = as_features(features)
     lengths = np.asarray(lengths, dtype=np.int64)
     supervised = np.asarray(lengths - 1 if num_supervised_tokens is None else num_supervised_tokens, dtype=np.int64)
     by_id = _require_rows(store, ids, lengths, supervised, {"losses": losses, "sources": sources, "norms": norms})
     if norms is not None:
         norms = np.asarray(norms, dtype=np.float64)
-        if not wanted.normalize or not (np.isfinite(norms) & (norms >= 0)).all():
+        if not settings.normalize or not (np.isfinite(norms) & (norms >= 0)).all():
             raise ValueError("norms must be finite and not negative, and go with normalize=True, which divides by them")
-    rank = np.empty(len(ids), dtype=np.int64)
-    rank[by_id] = np.arange(len(ids))
+    ranks = np.empty(len(ids), dtype=np.int64)
+    ranks[by_id] = np.arange(len(ids))
     # An array is summed in the order of its ids, so that its own order does not matter; shards as they lie on disk.
     rows, unit, magnitudes = _usable(store, ids, None if isinstance(features, Features) else by_id, device)
-    points = unit if wanted.normalize else replace(unit, scale=None)
+    points = unit if settings.normalize else replace(unit, scale=None)
     if norms is not None:
         magnitudes = norms[rows]
 
-    say = report or (lambda line: None)
-    calibrated = wanted.weighting == "calibrated"
-    besides = bytes_needed(len(points), points.dim, wanted.num_clusters) if calibrated else 0
-    needed = require_memory(len(points), points.dim, wanted.num_clusters, wanted.alpha, bool(store.projection), besides)
-    seconds = seconds_needed(points, wanted.num_clusters, wanted.num_restarts) if report else 0.0
-    say(
-        f"clustering {len(points)} x {points.dim} into {wanted.num_clusters}: about {seconds:.0f} s and at most "
-        f"{size_text(needed)} of memory"
+    calibrated = settings.weighting == "calibrated"
+    besides = bytes_needed(len(points), points.dim, settings.num_clusters) if calibrated else 0
+    needed = require_memory(
+        len(points), points.dim, settings.num_clusters, settings.alpha, bool(store.projection), besides
     )
+    if report is not None:
+        seconds = seconds_needed(points, settings.num_clusters, settings.num_restarts)
+        report(
+            f"clustering {len(points)} x {points.dim} into {settings.num_clusters}: about {seconds:.0f} s and at most "
+            f"{size_text(needed)} of memory"
+        )
     clusters = cluster(
-        points, wanted.num_clusters, alpha=wanted.alpha, min_fraction=wanted.min_fraction, seed=wanted.seed,
-        num_restarts=wanted.num_restarts, ids=rank[rows],
+        points, settings.num_clusters, alpha=settings.alpha, min_fraction=settings.min_fraction, seed=settings.seed,
+        num_restarts=settings.num_restarts, ids=ranks[rows],
     )
+    return Clustered(
+        settings, list(ids), lengths, supervised,
+        np.asarray(np.full(len(ids), np.nan) if losses is None else losses, dtype=np.float32),
+        list(sources) if sources is not None and len(set(sources)) > 1 else [], provenance or {}, rows, ranks, points, unit,
+        magnitudes, clusters,
+    )
+
+
+def plan_from(clustered: Clustered, wanted: PlanSettings, say: Callable[[str], None]) -> Plan:
+    """Keep a part of every cluster, and weight it.
+
+    Args:
+        clustered: of `cluster_features`.
+        wanted: how to select; what it says of clustering must be what the clusters were made with.
+        say: called with lines about what is about to be done.
+    Raises:
+        ValueError: for clusters of other settings, and what the stages refuse.
+    """
+    for name in _OF_CLUSTERING:
+        then, now = getattr(clustered.settings, name), getattr(wanted, name)
+        if then != now:
+            raise ValueError(f"the clusters were made with {name} {then}, the plan is to have {now}: cluster again")
+    rows, ranks, clusters = clustered.rows, clustered.ranks, clustered.clusters
+    ids, lengths, supervised = clustered.ids, clustered.lengths, clustered.supervised
     with one_thread_a_block():
-        statistics, selection, duplicates = _select(points, unit, clusters, magnitudes, rank[rows], len(ids), wanted, say)
-
-    def column(values: np.ndarray, fill: Any, dtype: Any) -> np.ndarray:
-        out = np.full(len(ids), fill, dtype=dtype)
-        out[rows] = values
-        return out
-
-    loss = np.asarray(np.full(len(ids), np.nan) if losses is None else losses, dtype=np.float32)
-    labels, redrawn = column(clusters.labels, -1, np.int32), wanted.redraw == "epoch"
+        statistics, selection, duplicates = _select(
+            clustered.points, clustered.unit, clusters, clustered.magnitudes, ranks[rows], len(ids), wanted, say
+        )
+    column, redrawn = clustered.column, wanted.redraw == "epoch"
+    labels = column(clusters.labels, -1, np.int32)
     manifest = {
-        "provenance": provenance or {}, "selection": asdict(wanted), "num_samples": len(ids), "num_clustered": len(rows),
-        **statistics, "distance_length_correlation": _correlation(clusters.distances, supervised[rows]),
-        "extreme_rows": _extreme_rows(clusters, selection, rows, rank, ids, lengths, supervised, loss),
+        "provenance": clustered.provenance, "selection": asdict(wanted), "num_samples": len(ids),
+        "num_clustered": len(rows), **statistics,
+        "distance_length_correlation": _correlation(clusters.distances, supervised[rows]),
+        "extreme_rows": _extreme_rows(clusters, selection, rows, ranks, ids, lengths, supervised, clustered.losses),
         "near_duplicates": _named(duplicates, rows, ids),
         "excluded": {
             "zero proxy": len(ids) - len(rows), "near-duplicate": int(duplicates.repeated.sum()) if wanted.dedup else 0,
@@ -103,10 +178,9 @@ def make_plan(
         "versions": {name: version(name) for name in ("numpy", "scikit-learn", "torch", "transformers", "deepspeed")},
     }
     return Plan(
-        ids=list(ids), cluster=labels, stratum=labels.copy(), distance=column(clusters.distances, np.nan, np.float64),
+        ids=ids, cluster=labels, stratum=labels.copy(), distance=column(clusters.distances, np.nan, np.float64),
         weight=column(selection.weights, 0.0, np.float64), kept=column(selection.kept, False, bool), num_tokens=lengths,
-        num_supervised_tokens=supervised, loss=loss, manifest=manifest,
-        source=list(sources) if sources is not None and len(set(sources)) > 1 else [],
+        num_supervised_tokens=supervised, loss=clustered.losses, manifest=manifest, source=clustered.sources,
         pool=column(selection.pool, False, bool) if redrawn else None, redraw_seed=wanted.seed if redrawn else None,
     )
 

@@ -116,8 +116,8 @@ def _items(recipe: Recipe, output_dir: Path, world_size: int, local_only: bool) 
     ]
     for name, source in recipe.data.all_sources.items():
         items.append(_data(f"data ({name})", source, local_only))
-    if recipe.held_out_source is not None:
-        items.append(_data("held-out data", recipe.held_out_source, local_only))
+    for name, source in recipe.held_out.items():
+        items.append(_data("held-out data" if recipe.evaluate.held_out else f"held-out data ({name})", source, local_only))
     for benchmark in recipe.evaluate.benchmarks:
         items += _benchmark(benchmark, local_only)
     if recipe.evaluate.benchmarks:

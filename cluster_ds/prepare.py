@@ -30,7 +30,7 @@ from .models import (
     text_config,
 )
 from .plan import Plan
-from .planning import make_plan
+from .planning import Clustered, cluster_features, plan_from
 from .preview import print_preview
 from .proxy import extract, proxy_key
 from .recipe import Recipe, SourceSection
@@ -79,7 +79,7 @@ def train_sources(recipe: Recipe) -> dict[str, Source]:
 
 def held_out_sources(recipe: Recipe) -> dict[str, Source]:
     """What the held-out loss is measured on."""
-    return {} if recipe.held_out_source is None else {"data": _source(recipe.held_out_source)}
+    return {name: _source(section) for name, section in recipe.held_out.items()}
 
 
 def _source(section: SourceSection) -> Source:
@@ -124,67 +124,111 @@ def prepare_tokens(
     return TokenTable(ranks.on_main(work))
 
 
-def prepare(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Prepared:  # collective
-    """Make the plan of a recipe, or reuse the one in `output_dir/plan`.
+@dataclass
+class Samples:
+    """What selection begins with.
 
-    Raises:
-        ValueError: if a plan is there that was made from something else, naming what differs.
+    Attributes:
+        model_folder: the base model on this machine.
+        tokenizer: of the base model.
+        tokens: the samples.
+        provenance: hashes of what a plan is made from.
+        proxies_folder: where the proxies' shards belong.
+        seconds: wall time of the tokens.
     """
+
+    model_folder: Path
+    tokenizer: Any
+    tokens: TokenTable
+    provenance: dict[str, Any]
+    proxies_folder: Path
+    seconds: float
+
+
+def prepare_samples(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Samples:  # collective
+    """Model, tokenizer and tokens of a recipe; refuses what selection or training would refuse."""
     base = ranks.on_every_node(lambda: model_folder(recipe.model))
     tokenizer = load_tokenizer(base)
-    seconds = {}
-
     started = time.perf_counter()
     with peak_memory("tokens", ranks):
         tokens = prepare_tokens(recipe, output_dir, ranks)
     ranks.on_main(lambda: _require_enough(recipe, len(tokens), ranks.world_size))
     ranks.on_main(lambda: require_vocabulary(base, tokens))
-    seconds["tokens"] = time.perf_counter() - started
+    seconds = time.perf_counter() - started
 
-    dtype, selection = extraction_dtype(recipe), recipe.selection
+    selection = recipe.selection
     weights_hash = ranks.on_main(lambda: model_hash(base))
     key = proxy_key(
-        tokens.key, weights_hash, dtype, ranks.device, selection.tokens_per_batch, selection.cpu_threads
+        tokens.key, weights_hash, extraction_dtype(recipe), ranks.device, selection.tokens_per_batch, selection.cpu_threads
     )
     provenance = {
         "data": tokens.data_hash, "tokens": tokens.key, "template": recipe.data.template,
         "max_length": recipe.data.max_length, "model": weights_hash, "model_name": recipe.model.name_or_path,
         "proxies": key,
     }
+    return Samples(base, tokenizer, tokens, provenance, cache_dir(recipe, output_dir) / "proxies" / key, seconds)
+
+
+def extract_proxies(recipe: Recipe, samples: Samples, ranks: Ranks) -> float:  # collective
+    """Make the proxies that are missing.
+
+    Returns:
+        wall seconds.
+    """
+    started, selection = time.perf_counter(), recipe.selection
+    with peak_memory("proxies", ranks), only_job(samples.proxies_folder, ranks):
+        num_reused = extract(
+            samples.tokens, samples.proxies_folder,
+            lambda: load_model(samples.model_folder, recipe.model, extraction_dtype(recipe), ranks.device), ranks,
+            key=samples.provenance["proxies"], pad_id=pad_token_id(samples.tokenizer),
+            tokens_per_batch=selection.tokens_per_batch, cpu_threads=selection.cpu_threads,
+            hidden_size=text_config(samples.model_folder).hidden_size,
+        )
+    seconds = time.perf_counter() - started
+    ranks.print(f"[proxies] {samples.proxies_folder} ({num_reused} finished shards reused, {seconds:.1f} s)")
+    return seconds
+
+
+def cluster_samples(recipe: Recipe, samples: Samples, ranks: Ranks) -> Clustered:
+    """Cluster the samples by their proxies, on rank 0."""
+    tokens = samples.tokens
+    proxies = read_proxies(
+        samples.proxies_folder, tokens, recipe.selection.tokens_per_batch, samples.provenance["proxies"]
+    )
+    return cluster_features(
+        proxies.features, tokens.ids, tokens.num_tokens, PlanSettings(**plan_settings(recipe, ranks.world_size)),
+        num_supervised_tokens=tokens.num_supervised, losses=proxies.losses, norms=proxies.norms, sources=tokens.sources,
+        provenance=samples.provenance, device=ranks.device, report=lambda line: ranks.print(f"[plan] {line}"),
+    )
+
+
+def prepare(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Prepared:  # collective
+    """Make the plan of a recipe, or reuse the one in `output_dir/plan`.
+
+    Raises:
+        ValueError: if a plan is there that was made from something else, naming what differs.
+    """
+    samples = prepare_samples(recipe, output_dir, ranks)
+    base, tokenizer, tokens = samples.model_folder, samples.tokenizer, samples.tokens
+    seconds = {"tokens": samples.seconds}
     settings = plan_settings(recipe, ranks.world_size)
     plan_folder = output_dir / "plan"
     ranks.on_main(lambda: require_ours(plan_folder))
     if ranks.on_main(lambda: is_committed(plan_folder)):
-        ranks.on_main(lambda: _require_match(plan_folder, provenance, settings))
+        ranks.on_main(lambda: _require_match(plan_folder, samples.provenance, settings))
         plan = Plan.read(plan_folder)
         ranks.print(f"[plan] reused {plan_folder}", *(f"[plan] {line}" for line in plan.lines()))
         return Prepared(base, tokenizer, tokens, plan, {**seconds, "proxies": 0.0, "plan": 0.0})
-
-    started = time.perf_counter()
-    proxies_folder = cache_dir(recipe, output_dir) / "proxies" / key
-    with peak_memory("proxies", ranks), only_job(proxies_folder, ranks):
-        num_reused = extract(
-            tokens, proxies_folder, lambda: load_model(base, recipe.model, dtype, ranks.device), ranks,
-            key=key, pad_id=pad_token_id(tokenizer), tokens_per_batch=selection.tokens_per_batch,
-            cpu_threads=selection.cpu_threads, hidden_size=text_config(base).hidden_size,
-        )
-    seconds["proxies"] = time.perf_counter() - started
-    ranks.print(f"[proxies] {proxies_folder} ({num_reused} finished shards reused, {seconds['proxies']:.1f} s)")
+    seconds["proxies"] = extract_proxies(recipe, samples, ranks)
 
     def select_and_write() -> None:
-        proxies = read_proxies(proxies_folder, tokens, selection.tokens_per_batch, key)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", UserWarning)
-            plan = make_plan(
-                proxies.features, tokens.ids, tokens.num_tokens, num_supervised_tokens=tokens.num_supervised,
-                losses=proxies.losses, norms=proxies.norms, sources=tokens.sources, provenance=provenance,
-                device=ranks.device, report=lambda line: ranks.print(f"[plan] {line}"), **settings,
-            )
+        with told_warnings(ranks):
+            clustered = cluster_samples(recipe, samples, ranks)
+            plan = plan_from(clustered, PlanSettings(**settings), lambda line: ranks.print(f"[plan] {line}"))
         shown = {row["id"]: row for row in plan.manifest["extreme_rows"]}
         for number, name in enumerate(tokens.ids):
             if name in shown:
                 shown[name]["text"] = tokenizer.decode(tokens[number]["input_ids"][:_SHOWN_TOKENS])
-        ranks.print(*(f"[plan] warning: {w.message}" for w in caught if issubclass(w.category, UserWarning)))
         plan.write(plan_folder)
 
     started = time.perf_counter()
@@ -194,6 +238,15 @@ def prepare(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Prepared:  # coll
     seconds["plan"] = time.perf_counter() - started
     ranks.print(*(f"[plan] {line}" for line in plan.lines()), f"[plan] written to {plan_folder}")
     return Prepared(base, tokenizer, tokens, plan, seconds)
+
+
+@contextmanager
+def told_warnings(ranks: Ranks) -> Iterator[None]:
+    """Say what selection warns of, as lines of the job's log."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        yield
+    ranks.print(*(f"[plan] warning: {w.message}" for w in caught if issubclass(w.category, UserWarning)))
 
 
 def plan_settings(recipe: Recipe, world_size: int) -> dict[str, Any]:

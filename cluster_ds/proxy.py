@@ -15,9 +15,10 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -131,12 +132,13 @@ def extract(
         )
     model, room = None, Room()
     progress = _Progress([int(sum(tokens.num_tokens[b].sum() for b in shards[s])) for s in missing], ranks)
-    with _threads(cpu_threads, ranks.device):
+    with cpu_threads_alike(cpu_threads, ranks.device):
         for number in ranks.shares(len(missing)):
             if model is None:
                 model = _loaded(load, tokens, ranks.device)
-            shard = missing[number]
-            write_shard(folder, shard, key, run_shard(model, tokens, shards[shard], pad_id, ranks.device, room))
+            shard, started = missing[number], time.perf_counter()
+            arrays = run_shard(model, tokens, shards[shard], pad_id, ranks.device, room)
+            write_shard(folder, shard, key, arrays, time.perf_counter() - started)
             progress.finished(number)
     progress.close()
     del model
@@ -183,6 +185,17 @@ class _Progress:
         self.bar.close()
 
 
+class Samples(Protocol):
+    """What a forward pass asks of a table of samples; `TokenTable` is one."""
+
+    ids: list[str]
+    num_tokens: np.ndarray
+
+    def __getitem__(self, row: int, /) -> dict[str, Any]:
+        """Input ids and labels int64 [T] of one sample."""
+        ...
+
+
 @dataclass
 class Room:
     """Padded tokens of a forward pass that memory has room for, as far as is known."""
@@ -200,7 +213,7 @@ class _Batch:
     targets: torch.Tensor
 
     @classmethod
-    def of(cls, tokens: TokenTable, rows: np.ndarray, pad_id: int, device: torch.device) -> _Batch:
+    def of(cls, tokens: Samples, rows: np.ndarray, pad_id: int, device: torch.device) -> _Batch:
         padded = pad_batch([tokens[int(row)] for row in rows], pad_id)
         positions = supervised_positions(torch.from_numpy(padded["labels"]))  # on the host: a GPU would be waited for
         tensors = (torch.from_numpy(padded["input_ids"]), *positions)
@@ -212,7 +225,7 @@ class _Batch:
 
 
 def run_batches(
-    model: PreTrainedModel, tokens: TokenTable, batches: list[np.ndarray], pad_id: int, device: torch.device, room: Room,
+    model: PreTrainedModel, tokens: Samples, batches: list[np.ndarray], pad_id: int, device: torch.device, room: Room,
     finish: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], T],
 ) -> Iterator[tuple[np.ndarray, T]]:
     """Each batch's rows, and what `finish` makes of the pass.
@@ -270,41 +283,44 @@ def _one_pass(
     return finish(batch.samples, hidden, losses, len(batch.input_ids))
 
 
-def held_out_loss(
+def sample_losses(
     tokens: TokenTable, load: Callable[[], PreTrainedModel], ranks: Ranks, *, pad_id: int, tokens_per_batch: int,
     cpu_threads: int,
-) -> dict[str, float]:  # collective
-    """Loss of a model on held-out samples.
-
-    Returns:
-        "sample_mean", "token_mean" (nats) and "num_samples".
-    """
+) -> np.ndarray:  # collective
+    """Float64 [N], a model's mean token loss of each sample, in nats; the same on every rank."""
     batches = length_batches(tokens.num_tokens, tokens_per_batch)[ranks.rank :: ranks.world_size]
     sums: dict[int, float] = {}
     if batches:
-        with _threads(cpu_threads, ranks.device):
+        with cpu_threads_alike(cpu_threads, ranks.device):
             model = load().eval()
-            for rows, total in run_batches(model, tokens, batches, pad_id, ranks.device, Room(), _summed):
+            for rows, total in run_batches(model, tokens, batches, pad_id, ranks.device, Room(), summed_losses):
                 sums.update(zip(rows.tolist(), total.tolist(), strict=True))
-    return mean_losses(sums, tokens, ranks)
+    return gather_losses(sums, tokens, ranks)
 
 
-def mean_losses(sums: dict[int, float], tokens: TokenTable, ranks: Ranks) -> dict[str, float]:  # collective
-    """Held-out losses from this rank's summed cross entropies by row; all ranks' together hold every row.
-
-    Returns:
-        "sample_mean", "token_mean" (nats) and "num_samples", the same on every rank.
-    """
+def gather_losses(sums: dict[int, float], tokens: TokenTable, ranks: Ranks) -> np.ndarray:  # collective
+    """The mean token losses float64 [N], on every rank, from each rank's summed ones by row; all ranks' hold every row."""
     merged = {row: value for part in ranks.gather(sums) for row, value in part.items()}
-    ce = np.array([merged[row] for row in range(len(tokens))])
+    return np.array([merged[row] for row in range(len(tokens))]) / tokens.num_supervised
+
+
+def mean_losses(losses: np.ndarray, num_supervised: np.ndarray) -> dict[str, float]:
+    """Means of samples' losses.
+
+    Args:
+        losses: float64 [n], mean token losses.
+        num_supervised: int64 [n], tokens that each is a mean of.
+    Returns:
+        "sample_mean", "token_mean" (nats) and "num_samples".
+    """
     return {
-        "sample_mean": float((ce / tokens.num_supervised).mean()),
-        "token_mean": float(ce.sum() / tokens.num_supervised.sum()),
-        "num_samples": len(tokens),
+        "sample_mean": float(losses.mean()), "token_mean": float(losses @ num_supervised / num_supervised.sum()),
+        "num_samples": len(losses),
     }
 
 
-def _summed(samples: torch.Tensor, _: torch.Tensor, losses: torch.Tensor, num_samples: int) -> torch.Tensor:
+def summed_losses(samples: torch.Tensor, _: torch.Tensor, losses: torch.Tensor, num_samples: int) -> torch.Tensor:
+    """Summed token losses of each sample float64 [B], on the host; what `run_batches` may be given to finish with."""
     return torch.zeros(num_samples, dtype=torch.float64).index_add(0, samples.cpu(), losses.double().cpu())
 
 
@@ -336,17 +352,15 @@ def run_shard(
     return arrays
 
 
-class _threads:
+@contextmanager
+def cpu_threads_alike(number: int, device: torch.device) -> Iterator[None]:
     """A fixed number of CPU threads while the model runs: sums depend on how they are split."""
-
-    def __init__(self, number: int, device: torch.device):
-        self.number, self.before = number if device.type == "cpu" else torch.get_num_threads(), torch.get_num_threads()
-
-    def __enter__(self) -> None:
-        torch.set_num_threads(self.number)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_num_threads(self.before)
+    before = torch.get_num_threads()
+    torch.set_num_threads(number if device.type == "cpu" else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @torch.no_grad()

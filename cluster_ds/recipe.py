@@ -187,11 +187,63 @@ class EvaluateSection(Section):
 
     held_out: str | SourceSection | None = None  # a source as data.path, or one with its own settings
     held_out_split: str = "train"  # of a held_out that is a path
+    held_out_sources: dict[str, SourceSection] = {}  # or several under names, whose losses a comparison tells apart
     max_samples: int = Field(256, ge=1)
     every: int | None = Field(None, ge=1)  # steps: the held-out loss in training as well
     keep_best: bool = False  # the checkpoint with the least of them stays, and is exported
     patience: int | None = Field(None, ge=1)  # training ends after this many of them in a row without a new least
     benchmarks: list[Literal["humaneval", "mbpp", "medqa"]] = []  # whose data the job needs; run by eval/, not by training
+
+
+class IfdSection(Section):
+    """Instruction-following difficulty (Cherry LLM, Superfiltering)."""
+
+    ratio: Literal["loss", "perplexity"] = "loss"  # Cherry's, or Superfiltering's: another order of the same rows under 1
+    pre_experience: bool = False  # Cherry's first version: score with a model that has learnt 1,000 varied rows
+
+
+class LessSection(Section):
+    """Influence on validation rows through gradients of adapters (LESS)."""
+
+    lora: LoraSection = LoraSection(
+        rank=128, alpha=512.0, dropout=0.1, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]
+    )
+    warmup_fraction: float = Field(0.05, gt=0, le=1)  # of the samples, at least one global batch
+    warmup_epochs: int = Field(4, ge=1)  # a checkpoint behind each
+    lr: float = Field(2e-5, gt=0)
+    global_batch_size: int | None = Field(None, ge=1)  # default: the recipe's; its authors' 128
+    projection_dim: int = Field(8192, ge=64, multiple_of=64)
+    validation: dict[str, SourceSection] = {}  # a subtask each; default: the validation half of the held-out rows
+    max_validation: int = Field(64, ge=1)  # rows of each subtask
+
+    @model_validator(mode="after")
+    def _no_test_rows(self) -> LessSection:
+        for name, source in self.validation.items():
+            if "test" in source.split.lower():
+                raise ValueError(
+                    f"baselines.less.validation.{name} reads split {source.split}: selecting by test rows would make their "
+                    "scores worthless; name a validation or training split"
+                )
+        return self
+
+
+class S2lSection(Section):
+    """Training trajectories of a small model (S2L)."""
+
+    model: ModelSection | None = None  # the small one
+    epochs: int = Field(3, ge=1)
+    snapshots: int = Field(12, ge=1)  # at most, evenly spread over the steps
+    num_clusters: int = Field(100, ge=1)
+    lr: float = Field(2e-5, gt=0)
+    global_batch_size: int | None = Field(None, ge=1)  # default: the recipe's; its authors' 128
+
+
+class BaselinesSection(Section):
+    """What launch/compare.py compares with; docs/paper.md says where their authors' papers and code differ."""
+
+    ifd: IfdSection = IfdSection()
+    less: LessSection = LessSection()
+    s2l: S2lSection = S2lSection()
 
 
 class Recipe(Section):
@@ -206,13 +258,16 @@ class Recipe(Section):
     deepspeed: DeepSpeedSection = DeepSpeedSection()
     hardware: HardwareSection = HardwareSection()
     evaluate: EvaluateSection = EvaluateSection()
+    baselines: BaselinesSection = BaselinesSection()
 
     @model_validator(mode="after")
     def _held_out_is_there(self) -> Recipe:
         e, every = self.evaluate, self.evaluate.every
         if every is None and (e.keep_best or e.patience is not None):
             raise ValueError("evaluate.keep_best and evaluate.patience need evaluate.every, the steps between evaluations")
-        if every is not None and e.held_out is None:
+        if e.held_out is not None and e.held_out_sources:
+            raise ValueError("give either evaluate.held_out, or evaluate.held_out_sources: {name: {path: ...}, ...}")
+        if every is not None and not self.held_out:
             raise ValueError(f"evaluate.every {every} without evaluate.held_out: name the held-out rows")
         if every is not None and e.keep_best and every % self.train.checkpoint_every:
             raise ValueError(
@@ -255,15 +310,17 @@ class Recipe(Section):
         return f"train.tokens_per_micro_batch from {now} to {then}" if packs > 1 else None
 
     @property
-    def held_out_source(self) -> SourceSection | None:
-        """The held-out rows; a single training source says how they are read as well."""
+    def held_out(self) -> dict[str, SourceSection]:
+        """The held-out rows by name; where only a path is given, a single training source says how they are read as well."""
         held_out = self.evaluate.held_out
-        if not isinstance(held_out, str):
-            return held_out
+        if held_out is None:
+            return self.evaluate.held_out_sources
+        if isinstance(held_out, SourceSection):
+            return {"data": held_out}
         fields = [] if self.data.sources else ["format", "columns"]
         fields += ["revision", "subset"] if held_out == self.data.path else []
         like = {field: getattr(self.data, field) for field in fields}
-        return SourceSection(**{**like, "path": held_out, "split": self.evaluate.held_out_split})
+        return {"data": SourceSection(**{**like, "path": held_out, "split": self.evaluate.held_out_split})}
 
     def to_yaml(self) -> str:
         """The resolved recipe, defaults included, as it is saved with the run."""

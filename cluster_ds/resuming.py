@@ -14,7 +14,7 @@ from .plan import Plan
 from .recipe import Recipe
 
 # What may change between two starts of one run: none of it changes what is learnt.
-_FREE_TO_CHANGE = {
+FREE_TO_CHANGE = {
     "micro_batch_size", "packing", "max_tokens", "tokens_per_micro_batch", "gradient_checkpointing",
     "num_workers", "checkpoint_every", "keep_checkpoints", "milestone_every", "export_dtype",
     "hang_timeout_s", "max_nonfinite_steps", "full_disk", "log_to", "diagnose_every", "tf32", "compile",
@@ -23,7 +23,7 @@ _FREE_TO_CHANGE = {
 
 def identity_of(recipe: Recipe, plan: Plan, config: dict[str, Any]) -> dict[str, Any]:
     """What makes two runs the same run; compared on resume."""
-    train = {k: v for k, v in recipe.train.model_dump().items() if k not in _FREE_TO_CHANGE}
+    train = {k: v for k, v in recipe.train.model_dump().items() if k not in FREE_TO_CHANGE}
     lora = recipe.model.lora and recipe.model.lora.model_dump()
     model = plan.manifest["provenance"].get("model")
     return {**train, "plan": plan.hash, "model": model, "lora": lora, "zero_stage": zero_stage(config)}

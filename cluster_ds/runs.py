@@ -26,7 +26,7 @@ from .files import is_disk_full, read_json, write_json
 from .models import attention_of, load_model, load_tokenizer, model_hash, pad_token_id
 from .plan import counts_text
 from .prepare import Prepared, cache_dir, extraction_dtype, prepare_tokens
-from .proxy import held_out_loss
+from .proxy import mean_losses, sample_losses
 from .recipe import Recipe
 from .tokens import TokenTable
 from .training import TrainResult
@@ -134,36 +134,49 @@ def open_run(recipe: Recipe, output_dir: Path, ranks: Ranks) -> None:  # collect
 
 def held_out_tokens(recipe: Recipe, output_dir: Path, ranks: Ranks) -> TokenTable | None:  # collective
     """The recipe's held-out samples; None if it names none."""
-    return None if recipe.evaluate.held_out is None else prepare_tokens(recipe, output_dir, ranks, held_out=True)
+    return prepare_tokens(recipe, output_dir, ranks, held_out=True) if recipe.held_out else None
 
 
 def evaluate_held_out(
     recipe: Recipe, tokens: TokenTable | None, model: Path, output_dir: Path, ranks: Ranks, *, label: str
 ) -> dict[str, float] | None:  # collective
-    """Held-out loss of a model folder; kept on disk by the hashes of model and tokens. None without held-out data."""
+    """Means of a model folder's held-out losses, see `proxy.mean_losses`; None without held-out data."""
     if tokens is None:
         return None
-    key = ranks.on_main(lambda: f"{model_hash(model)}-{tokens.key}")
-    path = cache_dir(recipe, output_dir) / "held_out" / f"{key}.json"
-    result = ranks.on_main(lambda: read_json(path) if path.is_file() else None)
-    cached = result is not None
-    if result is None:
-        result = held_out_loss(
-            tokens, lambda: load_model(model, recipe.model, extraction_dtype(recipe), ranks.device), ranks,
-            pad_id=pad_token_id(load_tokenizer(model)), tokens_per_batch=recipe.selection.tokens_per_batch,
-            cpu_threads=recipe.selection.cpu_threads,
-        )
-
-        def keep() -> None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, result)
-
-        ranks.on_main(keep)
+    losses, cached = held_out_losses(recipe, tokens, model, output_dir, ranks)
+    result = mean_losses(losses, tokens.num_supervised)
     ranks.print(
         f"[held-out] {label} training: loss {result['sample_mean']:.4f} (mean over {result['num_samples']:.0f} samples), "
         f"{result['token_mean']:.4f} (mean over tokens)" + (" (cached)" if cached else "")
     )
     return result
+
+
+def held_out_losses(
+    recipe: Recipe, tokens: TokenTable, model: Path, output_dir: Path, ranks: Ranks
+) -> tuple[np.ndarray, bool]:  # collective
+    """A model folder's mean token loss of each held-out sample, float64 [N]; kept on disk by the hashes of model and tokens.
+
+    Returns:
+        the losses, and whether they were there.
+    """
+    key = ranks.on_main(lambda: f"{model_hash(model)}-{tokens.key}")
+    path = cache_dir(recipe, output_dir) / "held_out" / f"{key}.losses.json"
+    kept = ranks.on_main(lambda: read_json(path) if path.is_file() else None)
+    if kept is not None:
+        return np.array(kept), True
+    losses = sample_losses(
+        tokens, lambda: load_model(model, recipe.model, extraction_dtype(recipe), ranks.device), ranks,
+        pad_id=pad_token_id(load_tokenizer(model)), tokens_per_batch=recipe.selection.tokens_per_batch,
+        cpu_threads=recipe.selection.cpu_threads,
+    )
+
+    def keep() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, losses.tolist())
+
+    ranks.on_main(keep)
+    return losses, False
 
 
 def print_summary(

@@ -93,12 +93,26 @@ def shard_bytes(num_rows: int, num_shards: int, hidden_size: int) -> int:
     return num_rows * (2 * width + _ROW_BYTES) + num_shards * _SHARD_BYTES
 
 
-def write_shard(folder: Path, shard: int, key: str, arrays: dict[str, np.ndarray]) -> None:
-    """Write a shard's rows, features, norms, losses and projection, then its sidecar: without that there is no shard."""
+def write_shard(folder: Path, shard: int, key: str, arrays: dict[str, np.ndarray], seconds: float) -> None:
+    """Write a shard's rows and what belongs to them, then its sidecar: without that there is no shard.
+
+    Args:
+        folder: of the shards.
+        shard: its number.
+        key: hash of everything that decides the arrays.
+        arrays: "rows" int64 [n] and others [n, ...].
+        seconds: of one rank, that they took.
+    """
     path = _shard(folder, shard)
     with commit_file(path) as part:
         save_file(arrays, part)
-    write_json(_sidecar(folder, shard), {"hash": hash_files([path]), "rows": len(arrays["rows"]), "key": key})
+    facts = {"hash": hash_files([path]), "rows": len(arrays["rows"]), "key": key, "seconds": seconds}
+    write_json(_sidecar(folder, shard), facts)
+
+
+def shard_seconds(folder: Path, num_shards: int) -> float:
+    """Seconds of one rank that all shards took, whenever they were made."""
+    return sum(read_json(_sidecar(folder, s)).get("seconds", 0.0) for s in range(num_shards))
 
 
 def read_proxies(folder: Path, tokens: TokenTable, tokens_per_batch: int, key: str) -> Proxies:
@@ -110,27 +124,7 @@ def read_proxies(folder: Path, tokens: TokenTable, tokens_per_batch: int, key: s
     shards = shard_batches(length_batches(tokens.num_tokens, tokens_per_batch))
 
     def opened(shard: int) -> dict[str, np.ndarray]:
-        path, sidecar = _shard(folder, shard), _sidecar(folder, shard)
-        command = shlex.join(["rm", "-f", str(path), str(sidecar)])
-        remedy = f"`{command}` and the same command again make it anew, the other shards are kept"
-        if not sidecar.is_file() or not path.is_file():
-            raise ValueError(f"proxy shard {path} is missing: {remedy}")
-        try:
-            facts = read_json(sidecar)
-            damaged = hash_files([path]) != facts["hash"]
-        except (ValueError, KeyError, TypeError):
-            damaged, facts = True, {}
-        if damaged:
-            raise ValueError(f"proxy shard {path} is damaged, it does not have the checksum of {sidecar.name}: {remedy}")
-        if facts.get("key") != key:
-            raise ValueError(
-                f"proxy shard {path} is of another model, other data or settings (its key is {facts.get('key')}, this run's "
-                f"{key}): {remedy}"
-            )
-        arrays = _map_arrays(path)
-        if not np.array_equal(arrays["rows"], np.concatenate(shards[shard])):
-            raise ValueError(f"proxy shard {path} holds other samples than this run's shard {shard}: {remedy}")
-        return arrays
+        return open_shard(folder, shard, key, np.concatenate(shards[shard]))
 
     with ThreadPoolExecutor(num_threads()) as pool:
         parts = list(pool.map(opened, range(len(shards))))
@@ -139,6 +133,38 @@ def read_proxies(folder: Path, tokens: TokenTable, tokens_per_batch: int, key: s
     norms, losses = (np.concatenate([part[name] for part in parts])[back] for name in ("norms", "losses"))
     projection = [part["projection"] for part in parts if "projection" in part]
     return Proxies(Features([part["features"] for part in parts], rows, projection), norms, losses)
+
+
+def open_shard(folder: Path, shard: int, key: str, rows: np.ndarray) -> dict[str, np.ndarray]:
+    """The arrays of a shard, memory-mapped and verified against its checksum.
+
+    Args:
+        folder, shard, key: as given to `write_shard`.
+        rows: int64 [n], that it must hold.
+    Raises:
+        ValueError: if it is missing, damaged or of other inputs, with the command that mends it.
+    """
+    path, sidecar = _shard(folder, shard), _sidecar(folder, shard)
+    command = shlex.join(["rm", "-f", str(path), str(sidecar)])
+    remedy = f"`{command}` and the same command again make it anew, the other shards are kept"
+    if not sidecar.is_file() or not path.is_file():
+        raise ValueError(f"shard {path} is missing: {remedy}")
+    try:
+        facts = read_json(sidecar)
+        damaged = hash_files([path]) != facts["hash"]
+    except (ValueError, KeyError, TypeError):
+        damaged, facts = True, {}
+    if damaged:
+        raise ValueError(f"shard {path} is damaged, it does not have the checksum of {sidecar.name}: {remedy}")
+    if facts.get("key") != key:
+        raise ValueError(
+            f"shard {path} is of another model, other data or settings (its key is {facts.get('key')}, this run's "
+            f"{key}): {remedy}"
+        )
+    arrays = _map_arrays(path)
+    if not np.array_equal(arrays["rows"], rows):
+        raise ValueError(f"shard {path} holds other samples than this run's shard {shard}: {remedy}")
+    return arrays
 
 
 def _map_arrays(path: Path) -> dict[str, np.ndarray]:

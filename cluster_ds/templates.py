@@ -112,6 +112,19 @@ def render(template: Template, turns: tuple[tuple[str, str], ...], context: str,
     return [Segment(prompt, False, True), Segment(response, True, True)]
 
 
+def answer_opening(name: str, tokenizer: Any) -> str:
+    """What a template puts between a prompt and its answer: "### Response:", "@@ Response", an assistant's turn's header."""
+    if name == "alpaca":
+        return ALPACA_PROMPT_NO_INPUT.rpartition("\n\n")[2]
+    if name == "magicoder":
+        return MAGICODER_PROMPT.rpartition("\n\n")[2]
+    if name == "plain":
+        return ""
+    messages = [{"role": "user", "content": _PROBE}]
+    asked = tokenizer.apply_chat_template(messages, tokenize=False)
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).removeprefix(asked)
+
+
 def _fill(pattern: str, instruction: str, context: str = "") -> str:
     """Fill the slots in one pass, so that braces or slot names inside the user's own text stay as they are."""
     slots = {"{instruction}": instruction, "{input}": context}

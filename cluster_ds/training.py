@@ -28,6 +28,7 @@ from .memory import is_out_of_memory, peak_memory
 from .models import pad_token_id
 from .monitor import monitor_config, open_log
 from .prepare import Prepared
+from .proxy import mean_losses
 from .recipe import Recipe, TrainSection
 from .resuming import finished_steps, identity_of, resume_step
 from .run_log import RunLog
@@ -177,7 +178,7 @@ def _loop(
         last = step == schedule.num_steps
         if held_out is not None and (step % (evaluate.every or 1) == 0 or last):
             with watch.unhurried():
-                _evaluate(held_out, engine, step, progress, log)  # collective
+                _evaluate(held_out, engine, step, progress, log, output_dir)  # collective
         if step % train.checkpoint_every == 0 or last or record.num_stop_votes or progress.is_exhausted:
             if log is not None:
                 log.sync()  # a checkpoint never knows of steps that the log does not
@@ -221,12 +222,14 @@ def _judge_full_disk(train: TrainSection, step: int, problem: str, is_stopping: 
 
 
 def _evaluate(
-    held_out: HeldOut, engine: ClusterEngine, step: int, progress: Progress, log: RunLog | None
+    held_out: HeldOut, engine: ClusterEngine, step: int, progress: Progress, log: RunLog | None, output_dir: Path
 ) -> None:  # collective
     started = time.perf_counter()
-    losses = held_out.loss(engine)
+    found = held_out.losses(engine)
+    losses = mean_losses(found, held_out.tokens.num_supervised)
     progress.losses.append((step, losses["sample_mean"]))
     if log is not None:
+        held_out.keep(output_dir, step, found)
         log.write_held_out(step, losses, time.perf_counter() - started, progress.best_step, held_out.tokens.key)
 
 

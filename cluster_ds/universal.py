@@ -23,6 +23,7 @@ from .files import is_disk_full, require_space
 
 LEFTOVER = ".universal-"  # how a folder begins that a killed conversion leaves
 
+
 def load_other_world_size(
     engine: ClusterEngine, checkpoint: Path, saved: int, num_bytes: int, ranks: Ranks
 ) -> None:  # collective

@@ -15,7 +15,8 @@ import torch
 from .checkpoint import is_whole
 from .distributed import Ranks
 from .engine import ClusterEngine
-from .proxy import mean_losses
+from .files import commit_file
+from .proxy import gather_losses
 from .run_log import read_lines
 from .shards import length_batches
 from .tokens import TokenTable, pad_batch
@@ -76,12 +77,28 @@ class HeldOut:
         most = -(-len(batches) // ranks.world_size)
         self.batches = mine + [batches[-1]] * (most - len(mine))  # another rank's: its sums are the same
 
-    def loss(self, engine: ClusterEngine) -> dict[str, float]:  # collective
-        """Of the model as it is, see `proxy.mean_losses`."""
+    def losses(self, engine: ClusterEngine) -> np.ndarray:  # collective
+        """Float64 [N], the mean token loss of each sample, of the model as it is."""
         sums: dict[int, float] = {}
         with engine.evaluating():
             for rows in self.batches:
                 arrays = pad_batch([self.tokens[int(row)] for row in rows], self.pad_id)
                 found, _ = engine.sample_losses({name: torch.from_numpy(value) for name, value in arrays.items()})
                 sums.update(zip(rows.tolist(), found.double().tolist(), strict=True))
-        return mean_losses(sums, self.tokens, self.ranks)
+        return gather_losses(sums, self.tokens, self.ranks)
+
+    def keep(self, output_dir: Path, step: int, losses: np.ndarray) -> None:
+        """Write the losses behind a step where `losses_of_steps` finds them."""
+        path = _losses_file(output_dir, step)
+        path.parent.mkdir(exist_ok=True)
+        with commit_file(path) as part, part.open("wb") as file:
+            np.save(file, losses)
+
+
+def losses_of_steps(output_dir: Path, steps: list[int]) -> np.ndarray:
+    """Float64 [steps, N], the held-out samples' mean token losses behind steps of a run."""
+    return np.stack([np.load(_losses_file(output_dir, step)) for step in steps])
+
+
+def _losses_file(output_dir: Path, step: int) -> Path:
+    return output_dir / "held_out" / f"step-{step:08d}.npy"

@@ -323,8 +323,8 @@ CASES = [
     Case("plan of other settings", after_a_plan(settings("selection.seed=7")), "seed: plan 0, now 7"),
     Case("damaged plan", after_a_plan(damaged("runs/recipe/plan/table.parquet")), "plan .* is damaged: table.parquet does not have the hash"),
     Case("damaged token cache", after_a_plan(damaged("runs/cache/tokens/*/input_ids.npy")), "token cache .* is damaged: delete it"),
-    Case("damaged proxy shard", after_a_plan(damaged("runs/cache/proxies/*/shard-00000.safetensors")), "proxy shard .* is damaged, it does not have the checksum of shard-00000.json: `rm -f .*shard-00000.safetensors .*shard-00000.json` and the same command"),
-    Case("missing proxy shard", after_a_plan(lost("runs/cache/proxies/*/shard-00000.safetensors")), "proxy shard .*shard-00000.safetensors is missing: `rm -f "),
+    Case("damaged proxy shard", after_a_plan(damaged("runs/cache/proxies/*/shard-00000.safetensors")), "shard .* is damaged, it does not have the checksum of shard-00000.json: `rm -f .*shard-00000.safetensors .*shard-00000.json` and the same command"),
+    Case("missing proxy shard", after_a_plan(lost("runs/cache/proxies/*/shard-00000.safetensors")), "shard .*shard-00000.safetensors is missing: `rm -f "),
 ]  # fmt: skip
 
 

@@ -105,9 +105,9 @@ def test_resolved_recipe_is_complete():
 
 def test_held_out_rows_are_read_as_the_training_rows_but_for_their_revision():
     settings = ["data.path=own/a", "data.revision=abc", "data.subset=x", "data.format=alpaca", "data.columns={response: answer}"]
-    other = load_recipe("tiny", [*settings, "evaluate.held_out=own/b"]).held_out_source
+    other = load_recipe("tiny", [*settings, "evaluate.held_out=own/b"]).held_out["data"]
     assert (other.path, other.revision, other.subset, other.columns) == ("own/b", None, None, {"response": "answer"})
-    same = load_recipe("tiny", [*settings, "evaluate.held_out=own/a", "evaluate.held_out_split=test"]).held_out_source
+    same = load_recipe("tiny", [*settings, "evaluate.held_out=own/a", "evaluate.held_out_split=test"]).held_out["data"]
     assert (same.revision, same.subset, same.split) == ("abc", "x", "test")
-    own = load_recipe("tiny", [*settings, "evaluate.held_out={path: c.jsonl, format: messages}"]).held_out_source
+    own = load_recipe("tiny", [*settings, "evaluate.held_out={path: c.jsonl, format: messages}"]).held_out["data"]
     assert (own.path, own.format, own.columns) == ("c.jsonl", "messages", {})

@@ -1,0 +1,262 @@
+"""The loop over arms, seeds and sweeps: plan, train, judge, write one line of results.jsonl.
+
+Tokens and proxies are shared, scores are made once, the model starts from the same weights in every run. A line is
+written when a run is done; the same command goes on behind the last line, and inside the run that was stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..baselines import full
+from ..baselines.setting import Budget, Setting, key_of
+from ..baselines.variants import paper_settings
+from ..distributed import Ranks
+from ..plan import Plan
+from ..planning import plan_from
+from ..prepare import Prepared, Samples, cluster_samples, extract_proxies, prepare_samples, told_warnings
+from ..proxy import mean_losses
+from ..recipe import Recipe
+from ..resuming import FREE_TO_CHANGE
+from ..run_log import read_lines
+from ..runs import held_out_losses, held_out_tokens
+from ..shards import length_batches, shard_batches, shard_seconds
+from ..training import train
+from .arms import ARMS, SCORES
+
+RESULTS = "results.jsonl"
+MATCHES = ("samples", "tokens", "steps")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One setting of a sweep: "selection.ratio=0.5", or "" where nothing is swept, and the recipe that it makes."""
+
+    label: str
+    recipe: Recipe
+
+    @property
+    def folder_name(self) -> str:
+        """A folder's name that says which point it is."""
+        return self.label.replace("/", "_") or "runs"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared.
+
+    Attributes:
+        points: of the sweep, at least one.
+        arms: names of `ARMS`.
+        seeds: of clustering, draws and training; the same for every arm.
+        match: what all arms have equal to CluSTER's: "samples", "tokens" (about), or "steps" (samples, full data as well).
+        keep_models: whether the trained models stay, for benchmarks.
+    """
+
+    points: list[Point]
+    arms: list[str]
+    seeds: list[int]
+    match: str
+    keep_models: bool
+
+    @property
+    def num_runs(self) -> int:
+        """Trainings in all."""
+        return len(self.points) * len(self.arms) * len(self.seeds)
+
+
+def require_comparable(comparison: Comparison) -> None:
+    """Refuse what would fail after hours.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    for point in comparison.points:
+        recipe = point.recipe
+        if not recipe.held_out:
+            raise ValueError("a comparison needs held-out rows: name evaluate.held_out in the recipe")
+        if "s2l" in comparison.arms and recipe.baselines.s2l.model is None:
+            raise ValueError("s2l needs a small model: name baselines.s2l.model.name_or_path, or leave s2l out of --arms")
+        if recipe.model.lora is not None and "less" in comparison.arms:
+            raise ValueError("less brings adapters of its own (baselines.less.lora): leave it out where model.lora is set")
+
+
+def compare(
+    comparison: Comparison, output_dir: Path, ranks: Ranks, report: Callable[[], None]
+) -> None:  # collective
+    """Run what is missing of a comparison.
+
+    Args:
+        comparison: says what.
+        output_dir: its folder.
+        ranks: all call this.
+        report: called on rank 0 when a run is done.
+    """
+    done = ranks.on_main(lambda: len(read_lines(output_dir / RESULTS)))
+    if done:
+        ranks.print(f"[compare] {done} runs of {output_dir / RESULTS} are done already")
+    for point in comparison.points:
+        _Runs(comparison, point, output_dir, ranks, report).run()
+
+
+class _Runs:
+    """All arms and seeds at one point of a sweep."""
+
+    def __init__(
+        self, comparison: Comparison, point: Point, output_dir: Path, ranks: Ranks, report: Callable[[], None]
+    ):
+        self.comparison, self.point, self.output_dir, self.ranks, self.report = comparison, point, output_dir, ranks, report
+        self.folder = output_dir / point.folder_name
+        self.samples: Samples = prepare_samples(point.recipe, output_dir, ranks)
+        held_out = held_out_tokens(point.recipe, output_dir, ranks)
+        assert held_out is not None  # require_comparable
+        self.held_out, self.is_test = held_out, is_test(held_out.ids)
+
+    def run(self) -> None:  # collective
+        """Everything that results.jsonl does not hold."""
+        if self._missing("untrained", 0):
+            losses, _ = held_out_losses(
+                self.point.recipe, self.held_out, self.samples.model_folder, self.output_dir, self.ranks
+            )
+            self._write("untrained", 0, losses, {})
+        for seed in self.comparison.seeds:
+            waiting = [arm for arm in self.comparison.arms if self._missing(arm, seed)]
+            if not waiting:
+                continue
+            setting = self._setting(seed)
+            for arm in waiting:
+                self._one_run(arm, seed, setting)
+
+    def _recipe(self, seed: int) -> Recipe:
+        """The point's recipe with a seed for everything that is drawn; the held-out rows are looked at behind training."""
+        recipe = self.point.recipe
+        return recipe.model_copy(
+            update={
+                "selection": recipe.selection.model_copy(update={"seed": seed}),
+                "train": recipe.train.model_copy(update={"seed": seed}),
+                "evaluate": recipe.evaluate.model_copy(update={"every": None, "keep_best": False, "patience": None}),
+            }
+        )
+
+    def _setting(self, seed: int) -> Setting:  # collective
+        """Proxies, clusters and CluSTER's own plan, whose size is the budget."""
+        recipe, ranks, samples = self._recipe(seed), self.ranks, self.samples
+        extract_proxies(recipe, samples, ranks)
+        path, tokens = self.folder / f"seed-{seed}" / "plan", samples.tokens
+        clustered, started = None, time.perf_counter()
+
+        def cluster_and_plan() -> None:
+            nonlocal clustered
+            with told_warnings(ranks):
+                clustered = cluster_samples(recipe, samples, ranks)
+                plan_from(clustered, paper_settings(clustered.settings), lambda line: None).write(path)
+
+        ranks.on_main(cluster_and_plan)
+        batches = length_batches(tokens.num_tokens, recipe.selection.tokens_per_batch)
+        seconds = shard_seconds(samples.proxies_folder, len(shard_batches(batches))) / ranks.world_size
+        return Setting(
+            recipe, samples, Plan.read(path), self.output_dir / "scores", ranks, self.held_out,
+            np.flatnonzero(~self.is_test), clustered, seconds + time.perf_counter() - started,
+        )
+
+    def _one_run(self, arm: str, seed: int, setting: Setting) -> None:  # collective
+        folder, ranks, recipe = self.folder / f"seed-{seed}" / arm, self.ranks, setting.recipe
+        ranks.print(f"[compare] {self._name(arm, seed)}")
+        if arm in SCORES:
+            SCORES[arm](setting)
+        base, match = setting.base, self.comparison.match
+        wanted = int(base.num_tokens[base.kept].sum()) if match == "tokens" else None
+        budget = Budget(int(base.kept.sum()), wanted)
+        select = full.select_for_steps if (arm, match) == ("full", "steps") else ARMS[arm]
+
+        def write_plan() -> None:
+            select(setting, budget, seed).write(folder / "plan")
+
+        ranks.on_main(write_plan)
+        plan = Plan.read(folder / "plan")
+        prepared = Prepared(self.samples.model_folder, self.samples.tokenizer, self.samples.tokens, plan)
+        result = train(recipe, prepared, folder, ranks)
+        losses, _ = held_out_losses(recipe, self.held_out, result.model, self.output_dir, ranks)
+        log = ranks.on_main(lambda: read_lines(folder / "log.jsonl"))
+        facts = {
+            "kept": int(plan.kept.sum()), "steps": result.num_steps,
+            **{name: sum(e[name] for e in log) for name in ("num_samples", "num_supervised_tokens", "num_tokens")},
+            "cost": plan.manifest["cost"], "training_seconds": sum(e["seconds"] for e in log), "plan_hash": plan.hash,
+            "folder": str(folder.relative_to(self.output_dir)),
+        }
+        self._write(arm, seed, losses, facts)
+        unneeded = ["checkpoints"] if self.comparison.keep_models else ["checkpoints", "model"]
+        for name in unneeded:
+            ranks.on_main(lambda name=name: shutil.rmtree(folder / name, ignore_errors=True))  # type: ignore[misc]
+
+    def _missing(self, arm: str, seed: int) -> bool:  # collective
+        """Whether results.jsonl lacks a run.
+
+        Raises:
+            ValueError: if it holds one of other settings.
+        """
+        key = self._key(arm, seed)
+
+        def look() -> bool:
+            for entry in read_lines(self.output_dir / RESULTS):
+                if (entry["point"], entry["arm"], entry["seed"]) == (self.point.label, arm, seed):
+                    if entry["key"] != key:
+                        raise ValueError(
+                            f"{self.output_dir / RESULTS} holds {self._name(arm, seed)} of other settings, data or another "
+                            "model: choose another --output_dir, or delete the line"
+                        )
+                    return False
+            return True
+
+        return self.ranks.on_main(look)
+
+    def _key(self, arm: str, seed: int) -> str:
+        recipe, provenance = self._recipe(seed), self.samples.provenance
+        train_settings = recipe.train.model_dump(exclude=FREE_TO_CHANGE)
+        own = getattr(recipe.baselines, arm).model_dump() if arm in SCORES else {}
+        parts = (recipe.selection.model_dump(), train_settings, own, provenance, self.held_out.key)
+        return key_of(*parts) if arm != "untrained" else key_of(provenance["model"], self.held_out.key)
+
+    def _write(self, arm: str, seed: int, losses: np.ndarray, facts: dict[str, Any]) -> None:
+        """Add a run's line; it is on disk when this returns."""
+        test, sources = self.is_test, np.array(self.held_out.sources)
+        supervised = self.held_out.num_supervised
+        entry = {
+            "point": self.point.label, "arm": arm, "seed": seed, "match": self.comparison.match, "key": self._key(arm, seed),
+            **facts, "validation": mean_losses(losses[~test], supervised[~test]),
+            "test": mean_losses(losses[test], supervised[test]),
+            "sources": {name: float(losses[test & (sources == name)].mean()) for name in sorted(set(sources[test]))},
+            "test_losses": losses[test].tolist(), "test_sources": sources[test].tolist(),
+        }
+
+        def append() -> None:
+            with (self.output_dir / RESULTS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            self.report()
+
+        self.ranks.on_main(append)
+        told = f"validation loss {entry['validation']['sample_mean']:.4f}, test loss {entry['test']['sample_mean']:.4f}"
+        self.ranks.print(f"[compare] {self._name(arm, seed)}: {told}")
+
+    def _name(self, arm: str, seed: int) -> str:
+        return ", ".join(part for part in (arm, f"seed {seed}", self.point.label) if part)
+
+
+def is_test(ids: Sequence[str]) -> np.ndarray:
+    """Bool [n], every other held-out row in the order of a hash of its id: one half reports, the other half may decide."""
+    order = np.argsort([hashlib.blake2b(name.encode()).hexdigest() for name in ids], kind="stable")
+    out = np.zeros(len(ids), dtype=bool)
+    out[order[1::2]] = True
+    return out
