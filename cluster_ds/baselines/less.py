@@ -218,7 +218,7 @@ def _warm_up(setting: Setting) -> None:  # collective
 def adam_state(engine: ClusterEngine) -> dict[str, torch.Tensor]:  # collective at stage 3
     """Float32 weights and Adam's moments of what is trained: "weight/NAME", "m/NAME", "v/NAME"."""
     inner, out = engine.engine, {}
-    link = getattr(inner.optimizer, "_lazy_init_hp_params_optimizer_state", None)  # DeepSpeed does it in a step, not in a load
+    link = getattr(inner.optimizer, "_lazy_init_hp_params_optimizer_state", None)  # a load does not do it
     if link is not None:
         link()
     for name, parameter in inner.module.named_parameters():

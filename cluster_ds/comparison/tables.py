@@ -117,7 +117,7 @@ def picture(entries: list[dict[str, Any]]) -> str:
     axes.set_yticks(range(len(found)), [", ".join(filter(None, (arm, point))) for point, arm, _ in reversed(found)])
     axes.set_xlabel(f"test loss minus {REFERENCE}'s, nats (95 % interval; grey: no difference seen)")
     text = io.StringIO()
-    FigureCanvasSVG(figure).print_svg(text)
+    FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None})
     return text.getvalue().partition("<svg")[1] + text.getvalue().partition("<svg")[2]
 
 
