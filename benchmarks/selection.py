@@ -14,38 +14,16 @@ from common import claim, show, write  # isort: skip
 
 import numpy as np
 
+from cluster_ds.analysis.batch_variance import drawn
 from cluster_ds.plan import Plan, random_part
 from cluster_ds.planning import make_plan
 from cluster_ds.prepare import cache_dir
 from cluster_ds.recipe_file import load_recipe
-from cluster_ds.schedule import Schedule
 from cluster_ds.selection import QUOTAS
 from cluster_ds.shards import read_proxies
 from cluster_ds.tokens import TokenTable
-from cluster_ds.variance import Moments, finite_batch_variance, simulate
 
 LEAST = (0.98, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
-
-
-def moments_of(x: np.ndarray, labels: np.ndarray) -> Moments:
-    sizes = np.bincount(labels)
-    sums = np.array([x[labels == c].sum(axis=0) for c in range(len(sizes))])
-    return Moments.of(sums, sizes, np.bincount(labels, (x**2).sum(axis=1)))
-
-
-def drawn(plan: Plan, labels: np.ndarray, gradients: np.ndarray, size: int, num_batches: int) -> dict[str, float]:
-    """Predicted and measured variance of full batches of a plan whose samples are drawn anew every epoch."""
-    moments = moments_of(gradients, labels)
-    steps_per_epoch = int(plan.kept.sum()) // size
-    epochs = -(-num_batches // steps_per_epoch)
-    schedule = Schedule(plan, global_batch_size=size, epochs=epochs)
-    batches = [schedule.batch(e * schedule.steps_per_epoch + s) for e in range(epochs) for s in range(steps_per_epoch)]
-    in_batch = [np.bincount(labels[b.rows], minlength=len(moments.sizes)) for b in batches]
-    whole = [i for i, counts in enumerate(in_batch) if counts.all()]
-    predicted = [finite_batch_variance(moments, in_batch[i]) for i in whole]
-    mean, error = simulate(gradients, [(batches[i].rows, batches[i].weights) for i in whole])
-    return {"predicted": float(np.mean(predicted)), "measured": mean, "standard_error": error, "batches": len(whole),
-            "without_a_cluster": len(batches) - len(whole)}
 
 
 def main() -> None:

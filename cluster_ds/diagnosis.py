@@ -96,15 +96,21 @@ class GradientWatch:
     @torch.no_grad()
     def _add(self, number: int, gradient: torch.Tensor) -> None:
         started = time.perf_counter()
-        flat = gradient.detach().reshape(-1)
-        signs = torch.Generator(device=self.device).manual_seed(self.seed * 1_000_003 + number)
-        for start in range(0, len(flat), _BLOCK):
-            block = flat[start : start + _BLOCK].float()
-            drawn = torch.randint(0, 2, (len(block),), generator=signs, device=self.device, dtype=torch.int8)
-            block = block * (2 * drawn - 1)
-            first = (self.offsets[number] + start) % self.size
-            rows = -(-(first + len(block)) // self.size)
-            padded = torch.zeros(rows * self.size, device=self.device)
-            padded[first : first + len(block)] = block
-            self.current += padded.view(rows, self.size).sum(dim=0)
+        add_to_sketch(self.current, gradient, self.offsets[number], self.seed * 1_000_003 + number)
         self.seconds += time.perf_counter() - started
+
+
+@torch.no_grad()
+def add_to_sketch(sketch: torch.Tensor, gradient: torch.Tensor, offset: int, seed: int) -> None:
+    """Hash a parameter's gradient into a sketch [m]: element i goes, with a random sign, to place (offset + i) mod m."""
+    flat, size = gradient.detach().reshape(-1), len(sketch)
+    signs = torch.Generator(device=sketch.device).manual_seed(seed)
+    for start in range(0, len(flat), _BLOCK):
+        block = flat[start : start + _BLOCK].float()
+        drawn = torch.randint(0, 2, (len(block),), generator=signs, device=sketch.device, dtype=torch.int8)
+        block = block * (2 * drawn - 1)
+        first = (offset + start) % size
+        rows = -(-(first + len(block)) // size)
+        padded = torch.zeros(rows * size, device=sketch.device)
+        padded[first : first + len(block)] = block
+        sketch += padded.view(rows, size).sum(dim=0)

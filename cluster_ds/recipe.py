@@ -323,5 +323,8 @@ class Recipe(Section):
         return {"data": SourceSection(**{**like, "path": held_out, "split": self.evaluate.held_out_split})}
 
     def to_yaml(self) -> str:
-        """The resolved recipe, defaults included, as it is saved with the run."""
-        return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True)
+        """The resolved recipe, defaults included, as it is saved with the run; it can be loaded again."""
+        values = self.model_dump()
+        for field in ("path", *_RowsSection.model_fields) if self.data.sources else ():  # they belong to the sources
+            del values["data"][field]
+        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

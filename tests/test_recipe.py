@@ -111,3 +111,11 @@ def test_held_out_rows_are_read_as_the_training_rows_but_for_their_revision():
     assert (same.revision, same.subset, same.split) == ("abc", "x", "test")
     own = load_recipe("tiny", [*settings, "evaluate.held_out={path: c.jsonl, format: messages}"]).held_out["data"]
     assert (own.path, own.format, own.columns) == ("c.jsonl", "messages", {})
+
+
+@pytest.mark.parametrize("overrides", [[], ["data.path=null", "data.sources={a: {path: a.jsonl}, b: {path: b, split: dev}}"],
+                                       ["model.lora={rank: 4}", "evaluate.held_out={path: c.jsonl}", "selection.keep=0.3"]])
+def test_the_recipe_that_is_saved_with_a_run_can_be_loaded(tmp_path, overrides):
+    recipe = load_recipe("tiny", overrides)
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
+    assert load_recipe(str(tmp_path / "recipe.yaml")) == recipe
