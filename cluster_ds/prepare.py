@@ -104,8 +104,10 @@ def prepare_tokens(
         data = recipe.data
         sources = held_out_sources(recipe) if held_out else train_sources(recipe)
         records, reports = read_records(sources, data.max_bad_fraction)
-        if held_out:  # evenly spread: files are often sorted by source
-            records = records[:: -(-len(records) // recipe.evaluate.max_samples)]
+        if held_out:  # of each source, evenly spread: files are often sorted by some criterion
+            groups = [[record for record in records if record.source == name] for name in sources]
+            most = recipe.evaluate.max_samples
+            records = [record for group in groups if group for record in group[:: -(-len(group) // most)]]
         base = model_folder(recipe.model)
         tokenizer = load_tokenizer(base)
         ranks.print(*(f"[{label}] {line}" for line in sentencepiece_differences(base, tokenizer)))

@@ -68,6 +68,16 @@ def batch_losses(
     return chosen, chunked_cross_entropy(chosen, head.weight, getattr(head, "bias", None), targets)
 
 
+def sample_loss(model: PreTrainedModel, tokens: Rows, row: int) -> torch.Tensor:
+    """The mean token loss of one sample alone, with its graph."""
+    sample, device = tokens[row], next(model.parameters()).device
+    lines, predictors, targets = (t.to(device) for t in supervised_positions(torch.from_numpy(sample["labels"])[None]))
+    ids = torch.from_numpy(sample["input_ids"])[None].to(device)
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[lines, predictors]
+    head = model.get_output_embeddings()
+    return chunked_cross_entropy(hidden, head.weight, getattr(head, "bias", None), targets).mean()
+
+
 def gradient_proxies(
     samples: torch.Tensor, hidden: torch.Tensor, losses: torch.Tensor, num_samples: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -185,7 +195,7 @@ class _Progress:
         self.bar.close()
 
 
-class Samples(Protocol):
+class Rows(Protocol):
     """What a forward pass asks of a table of samples; `TokenTable` is one."""
 
     ids: list[str]
@@ -213,7 +223,7 @@ class _Batch:
     targets: torch.Tensor
 
     @classmethod
-    def of(cls, tokens: Samples, rows: np.ndarray, pad_id: int, device: torch.device) -> _Batch:
+    def of(cls, tokens: Rows, rows: np.ndarray, pad_id: int, device: torch.device) -> _Batch:
         padded = pad_batch([tokens[int(row)] for row in rows], pad_id)
         positions = supervised_positions(torch.from_numpy(padded["labels"]))  # on the host: a GPU would be waited for
         tensors = (torch.from_numpy(padded["input_ids"]), *positions)
@@ -225,7 +235,7 @@ class _Batch:
 
 
 def run_batches(
-    model: PreTrainedModel, tokens: Samples, batches: list[np.ndarray], pad_id: int, device: torch.device, room: Room,
+    model: PreTrainedModel, tokens: Rows, batches: list[np.ndarray], pad_id: int, device: torch.device, room: Room,
     finish: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], T],
 ) -> Iterator[tuple[np.ndarray, T]]:
     """Each batch's rows, and what `finish` makes of the pass.

@@ -188,7 +188,7 @@ class EvaluateSection(Section):
     held_out: str | SourceSection | None = None  # a source as data.path, or one with its own settings
     held_out_split: str = "train"  # of a held_out that is a path
     held_out_sources: dict[str, SourceSection] = {}  # or several under names, whose losses a comparison tells apart
-    max_samples: int = Field(256, ge=1)
+    max_samples: int = Field(256, ge=1)  # of each source
     every: int | None = Field(None, ge=1)  # steps: the held-out loss in training as well
     keep_best: bool = False  # the checkpoint with the least of them stays, and is exported
     patience: int | None = Field(None, ge=1)  # training ends after this many of them in a row without a new least
@@ -239,7 +239,7 @@ class S2lSection(Section):
 
 
 class BaselinesSection(Section):
-    """What launch/compare.py compares with; docs/paper.md says where their authors' papers and code differ."""
+    """What launch/compare.py compares with; cluster_ds/baselines/ says where their authors' papers and code differ."""
 
     ifd: IfdSection = IfdSection()
     less: LessSection = LessSection()

@@ -329,6 +329,11 @@ def _printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+def content_of(sample_id: str) -> str:
+    """The part of a sample's id that rows of the same content share."""
+    return sample_id.rpartition("-")[0]
+
+
 def _content_id(turns: Turns, context: str) -> str:
     """Hash of the conversation; an input column counts as part of the user's turn, as other formats write it."""
     first = next((i for i, (role, _) in enumerate(turns) if role == "user"), 0)

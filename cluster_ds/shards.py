@@ -110,9 +110,10 @@ def write_shard(folder: Path, shard: int, key: str, arrays: dict[str, np.ndarray
     write_json(_sidecar(folder, shard), facts)
 
 
-def shard_seconds(folder: Path, num_shards: int) -> float:
-    """Seconds of one rank that all shards took, whenever they were made."""
-    return sum(read_json(_sidecar(folder, s)).get("seconds", 0.0) for s in range(num_shards))
+def shard_seconds(folder: Path, num_shards: int) -> float | None:
+    """Seconds of one rank that all shards took, whenever they were made; None if an earlier version made one."""
+    seconds = [read_json(_sidecar(folder, s)).get("seconds") for s in range(num_shards)]
+    return None if None in seconds else float(sum(seconds))
 
 
 def read_proxies(folder: Path, tokens: TokenTable, tokens_per_batch: int, key: str) -> Proxies:

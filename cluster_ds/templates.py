@@ -112,17 +112,27 @@ def render(template: Template, turns: tuple[tuple[str, str], ...], context: str,
     return [Segment(prompt, False, True), Segment(response, True, True)]
 
 
-def answer_opening(name: str, tokenizer: Any) -> str:
-    """What a template puts between a prompt and its answer: "### Response:", "@@ Response", an assistant's turn's header."""
-    if name == "alpaca":
-        return ALPACA_PROMPT_NO_INPUT.rpartition("\n\n")[2]
-    if name == "magicoder":
-        return MAGICODER_PROMPT.rpartition("\n\n")[2]
-    if name == "plain":
-        return ""
+def answer_opening(name: str, tokenizer: Any) -> list[int]:
+    """Token ids of what a template puts between a prompt and its answer: "### Response:", an assistant's turn's header.
+
+    Raises:
+        ValueError: for a chat template in which it cannot be told from the prompt.
+    """
+    texts = {"alpaca": ALPACA_PROMPT_NO_INPUT, "magicoder": MAGICODER_PROMPT, "plain": ""}
+    if name in texts:
+        text = texts[name].rpartition("\n\n")[2]
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
     messages = [{"role": "user", "content": _PROBE}]
-    asked = tokenizer.apply_chat_template(messages, tokenize=False)
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).removeprefix(asked)
+    asked, prompted = (  # by tokens: two control tokens begin alike as text; some templates end a chat with EOS
+        tokenizer(
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt), add_special_tokens=False
+        )["input_ids"]
+        for prompt in (False, True)
+    )
+    same = next((i for i, pair in enumerate(zip(asked, prompted, strict=False)) if pair[0] != pair[1]), len(asked))
+    if _PROBE in tokenizer.decode(prompted[same:]):
+        raise ValueError("this tokenizer's chat template rewrites the prompt, so the answer's opening is not known")
+    return list(prompted[same:])
 
 
 def _fill(pattern: str, instruction: str, context: str = "") -> str:

@@ -341,9 +341,12 @@ def is_orphan(pid: int) -> bool:
     """Whether the one who started a process has ended, e.g. while we were still importing.
 
     Whoever inherits orphans (init, a service manager) is of another session; the head of a session was meant to be alone.
+    In a container process 1, maybe the job's script, inherits them, and all are of its session.
     """
     try:
         parent, session = psutil.Process(pid).ppid(), os.getsid(pid)
+        if parent == 1 and not any("deepspeed" in word for word in psutil.Process(1).cmdline()):
+            return True
         return parent != 0 and session != pid and os.getsid(parent) != session  # 0: outside of this container
     except (psutil.Error, ProcessLookupError):
         return True

@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from cluster_ds.baselines.s2l import small_recipe
 from cluster_ds.comparison.arms import ARMS, arms_of
 from cluster_ds.comparison.running import MATCHES, Comparison, Point, compare, require_comparable
 from cluster_ds.comparison.tables import write_tables
@@ -22,6 +23,11 @@ from cluster_ds.recipe import Recipe
 from cluster_ds.recipe_file import load_recipe
 from cluster_ds.runs import launch, open_run
 
+FIXED = {
+    *(f"selection.{name}" for name in ("choice", "balance", "quota", "weighting", "redraw", "trim", "dedup", "seed")),
+    "train.seed", "train.allocation",
+}
+
 
 def points_of(args: argparse.Namespace, cache: Path) -> list[Point]:
     """The recipe at every combination of the sweeps' values."""
@@ -30,6 +36,8 @@ def points_of(args: argparse.Namespace, cache: Path) -> list[Point]:
         key, equals, values = sweep.partition("=")
         if not equals or not values:
             raise ValueError(f"--sweep {sweep}: expected section.key=value,value,..., e.g. selection.ratio=1,.75,.5")
+        if key in FIXED:
+            raise ValueError(f"--sweep {key}: the arms or --seeds decide that; name arms ({', '.join(ARMS)})")
         axes.append([f"{key}={value}" for value in values.split(",")])
     common = [*args.overrides, f"data.cache_dir={cache}"]
     common += [f"deepspeed.config={args.deepspeed_config}"] if args.deepspeed_config else []
@@ -44,6 +52,24 @@ def seeds_of(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r}: expected whole numbers, e.g. 0,1,2") from None
 
 
+def recipes_needed(recipe: Recipe, arms: list[str]) -> list[Recipe]:
+    """The recipe, and what arms train or read besides, whose models and data must be here as well."""
+    needed = [recipe]
+    if "s2l" in arms:
+        needed.append(small_recipe(recipe))
+    if "less" in arms and recipe.baselines.less.validation:
+        rows = {"held_out": None, "held_out_sources": recipe.baselines.less.validation}
+        needed.append(recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update=rows)}))
+    return needed
+
+
+def is_changed(recipe: Recipe, name: str) -> bool:
+    """Whether a recipe sets a key to something else than its default."""
+    section, _, key = name.partition(".")
+    values = getattr(recipe, section)
+    return getattr(values, key) != type(values).model_fields[key].default
+
+
 def run(recipe: Recipe, output_dir: Path, ranks: Ranks, args: argparse.Namespace) -> None:
     if args.output_dir is None:
         output_dir = output_dir.with_name(f"{output_dir.name}_compare")
@@ -51,7 +77,11 @@ def run(recipe: Recipe, output_dir: Path, ranks: Ranks, args: argparse.Namespace
     comparison = Comparison(points, arms_of(args.arms), args.seeds, args.match, args.keep_models)
     require_comparable(comparison)
     for point in points:
-        ranks.on_main(lambda recipe=point.recipe: require_ready(recipe, output_dir, ranks.world_size))
+        for needed in recipes_needed(point.recipe, comparison.arms):
+            ranks.on_main(lambda recipe=needed: require_ready(recipe, output_dir, ranks.world_size))
+        changed = [name for name in sorted(FIXED) if is_changed(point.recipe, name)]
+        if changed:
+            ranks.print(f"[compare] {', '.join(changed)} of the recipe are not used: the arms and --seeds decide them")
     open_run(points[0].recipe, output_dir, ranks)
     ranks.print(
         f"[compare] {len(comparison.arms)} arms x {len(args.seeds)} seeds x {len(points)} points: {comparison.num_runs} runs"

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from cluster_ds.analysis import batch_variance, compared, describing, gradients, selectors, semantic
 from cluster_ds.analysis.__main__ import main
-from cluster_ds.analysis.runs import Output, open_run
+from cluster_ds.analysis.runs import Output, read_run
 from cluster_ds.distributed import Ranks
 from cluster_ds.embedded import byte_tokenizer
 from cluster_ds.prepare import prepare
@@ -46,7 +46,7 @@ def run(tmp_path_factory):
     recipe = load_recipe(str(folder / "recipe.yaml"))
     prepare(recipe, folder / "run", Ranks(0, 1, 0))
     (folder / "run" / "recipe.yaml").write_text(recipe.to_yaml())
-    return open_run(folder / "run")
+    return read_run(folder / "run")
 
 
 def test_the_permutation_test_is_the_exact_one_where_all_can_be_counted():

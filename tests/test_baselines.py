@@ -1,12 +1,14 @@
 """The baselines' pure parts against hand-worked cases and plain computations; whole ones in distributed/test_baselines.py."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
 from cluster_ds.baselines.experience import varied_rows
-from cluster_ds.baselines.ifd import ranked, ratios
+from cluster_ds.baselines.ifd import AnswersAlone, ranked, ratios
 from cluster_ds.baselines.less import adam_feature
 from cluster_ds.baselines.projection import project, signs
 from cluster_ds.baselines.s2l import ascending_quotas, balanced, trajectories
@@ -14,6 +16,7 @@ from cluster_ds.baselines.setting import Budget, nearest_in_tokens
 from cluster_ds.comparison.intervals import paired_difference
 from cluster_ds.comparison.running import is_test
 from cluster_ds.recipe_file import load_recipe
+from cluster_ds.templates import answer_opening
 
 MASK = (1 << 64) - 1
 
@@ -75,6 +78,49 @@ def test_ifd_orders_and_fills_up():
     assert np.allclose(ratios(conditioned, direct, "perplexity")[:2], np.exp([-1.0, -0.5]))
 
 
+def test_what_stands_before_an_answer(byte_tokenizer, smollm2):
+    text = {name: byte_tokenizer.decode(answer_opening(name, byte_tokenizer)) for name in ("alpaca", "magicoder", "chat")}
+    assert text == {"alpaca": "### Response:", "magicoder": "@@ Response\n", "chat": "[assistant]\n"}
+    assert answer_opening("plain", byte_tokenizer) == []
+    assert smollm2.decode(answer_opening("chat", smollm2)) == "<|im_start|>assistant\n"
+    ended = copy.deepcopy(byte_tokenizer)  # as Phi-3's: a chat without generation prompt ends with EOS
+    ended.chat_template = (
+        "{% for m in messages %}{{ m.content }}<pad>{% endfor %}"
+        "{% if add_generation_prompt %}<bos>assistant{% else %}<eos>{% endif %}"
+    )
+    assert ended.decode(answer_opening("chat", ended)) == "<bos>assistant"
+
+
+class Table:
+    """What `AnswersAlone` asks of a token table, from lists of (ids, supervised)."""
+
+    def __init__(self, rows):
+        self.ids = [f"r{i}" for i in range(len(rows))]
+        self.input_ids = np.concatenate([ids for ids, _ in rows])
+        self.supervised = np.concatenate([mask for _, mask in rows]).astype(bool)
+        self.offsets = np.cumsum([0, *(len(ids) for ids, _ in rows)])
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, row):
+        span = slice(self.offsets[row], self.offsets[row + 1])
+        labels = np.where(self.supervised[span], self.input_ids[span], -100)
+        return {"id": self.ids[row], "input_ids": self.input_ids[span], "labels": labels}
+
+
+def test_answers_alone_of_several_turns():
+    """BOS 1 where the sample has one, the opening (7, 8) before each answer, prompts left out."""
+    table = Table([([1, 4, 5, 20, 21, 6, 22], [0, 0, 0, 1, 1, 0, 1]), ([4, 30, 31], [0, 1, 1]), ([40, 41], [1, 1])])
+    alone = AnswersAlone(table, [7, 8], 1)
+    assert [alone[row]["input_ids"].tolist() for row in range(3)] == [[1, 7, 8, 20, 21, 7, 8, 22], [7, 8, 30, 31], [7, 8, 40, 41]]
+    assert alone[0]["labels"].tolist() == [-100, -100, -100, 20, 21, -100, -100, 22]
+    assert alone.num_tokens.tolist() == [8, 4, 4] and alone.num_predicted.tolist() == [3, 2, 2]
+    bare = AnswersAlone(table, [], None)
+    assert [bare[row]["input_ids"].tolist() for row in range(3)] == [[20, 21, 22], [30, 31], [40, 41]]
+    assert bare.num_tokens.tolist() == [3, 2, 2] and bare.num_predicted.tolist() == [2, 1, 1]  # the first has no predecessor
+
+
 def test_s2l_quotas_by_hand():
     """12 of sizes 5, 1, 10, 3: 12 // 4 = 3 > 1, then 11 // 3 = 3, then 8 // 2 = 4, then 4."""
     assert ascending_quotas(np.array([5, 1, 10, 3]), 12).tolist() == [4, 1, 4, 3]
@@ -100,13 +146,13 @@ def test_trajectories_follow_the_ids_and_lack_nothing():
 
 
 def test_varied_rows_are_ten_of_the_middle_of_each_cluster():
-    rng = np.random.default_rng(0)
-    hidden = np.repeat(np.eye(4) * 50, 60, axis=0)[:, :4] + rng.normal(size=(240, 4)) * 0.01
-    losses = np.tile(np.arange(60.0), 4)
-    chosen = varied_rows(hidden, losses, np.arange(240))
-    assert len(chosen) >= 40 and np.array_equal(chosen, np.unique(chosen))
-    whole = varied_rows(np.zeros((60, 2)), np.arange(60.0), np.arange(60))  # one point: one cluster holds all
-    assert whole.min() >= 0 and whole.max() <= 59
+    """100 well separated prompts of 20 rows each: of every one the ten between the quartiles of its losses, by hand 5 to 14."""
+    hidden = np.repeat(np.random.default_rng(0).normal(size=(100, 8)) * 100, 20, axis=0)
+    chosen = varied_rows(hidden, np.tile(np.arange(20.0), 100), np.arange(2000))
+    assert np.bincount(chosen // 20, minlength=100).tolist() == [10] * 100 and set(chosen % 20) == set(range(5, 15))
+    # One point: all rows are in one cluster; ten of the 60 middle ones of 120, evenly spaced.
+    whole = varied_rows(np.zeros((120, 2)), np.arange(120.0), np.arange(120))
+    assert whole.tolist() == (30 + np.linspace(0, 59, 10).astype(int)).tolist()
 
 
 def test_a_budget_of_tokens_takes_what_comes_nearest():

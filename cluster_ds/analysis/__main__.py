@@ -14,7 +14,7 @@ from typing import Any
 
 from ..arguments import positive
 from . import batch_variance, compared, describing, gradients, selectors, semantic
-from .runs import Output, Run, open_run
+from .runs import Output, Run, read_run
 
 NAMES = {
     "diversity": "gradient diversity of each way to choose (Tables 8, 13)",
@@ -35,7 +35,7 @@ _OF_COMPARISONS = {"cost": compared.analyse_cost, "sensitivity": compared.analys
 def analyse(name: str, run: Run, args: argparse.Namespace) -> dict[str, Any] | None:
     """The numbers of an analysis; None where it leaves a sheet."""
     if name == "diversity":
-        return selectors.analyse_diversity(run, args.seed, args.true)
+        return selectors.analyse_diversity(run, args.seed, args.true, args.sketch)
     if name == "centroids":
         return selectors.analyse_centroids(run, args.seed)
     if name == "composition":
@@ -76,7 +76,7 @@ def main() -> None:
             run = Output(args.run.expanduser().resolve())
             numbers: dict[str, Any] | None = _OF_COMPARISONS[args.name](run)
         else:
-            run = open_run(args.run)
+            run = read_run(args.run)
             numbers = analyse(args.name, run, args)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -52,12 +52,16 @@ def analyse(run: Run, num_batches: int) -> dict[str, Any]:
     """
     plan, size = run.plan, run.recipe.train.global_batch_size
     settings = plan.manifest["selection"]
+    if "trim" not in settings:
+        raise ValueError(f"{run.folder} was not selected from clusters: use a run of launch/train.py, or a cluster arm's")
     if settings["trim"] or settings["dedup"] or (plan.cluster < 0).any():
         raise ValueError(f"{run.folder} trims, leaves near-duplicates out, or has zero proxies: use a plan of all samples")
     if plan.manifest["variance"]["equal"] is None:
         raise ValueError(f"{run.folder} keeps more than equal parts of its clusters can be: lower the budget")
     gradients = run.unit.astype(np.float64) * run.proxies.norms[:, None]
-    clustered = cluster_samples(run.recipe, run.samples, run.ranks)
+    clusters = {"num_clusters": plan.num_clusters}  # "world" meant the ranks of the run
+    recipe = run.recipe.model_copy(update={"selection": run.recipe.selection.model_copy(update=clusters)})
+    clustered = cluster_samples(recipe, run.samples, run.ranks)
     redrawn: dict[str, Any] = {
         "choice": "random", "weighting": "cluster", "redraw": "epoch", "balance": "whole", "ratio": None,
         "keep": int(plan.kept.sum()) / len(plan),

@@ -24,8 +24,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..diagnosis import add_to_sketch
-from ..loss import chunked_cross_entropy, supervised_positions
 from ..models import load_model
+from ..proxy import sample_loss
 from ..tokens import TokenTable
 from .runs import Run
 
@@ -74,18 +74,6 @@ def permutation_test(cosines: np.ndarray, labels: np.ndarray, seed: int, num_per
     return Test(inside, across, found, (1 + more) / (1 + num_permutations), num_permutations)
 
 
-def loss_of(model: PreTrainedModel, tokens: TokenTable, row: int) -> torch.Tensor:
-    """The mean answer loss of one sample, with its graph."""
-    sample = tokens[row]
-    device = next(model.parameters()).device
-    where = supervised_positions(torch.from_numpy(sample["labels"])[None])
-    lines, predictors, targets = (t.to(device) for t in where)
-    ids = torch.from_numpy(sample["input_ids"])[None].to(device)
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[lines, predictors]
-    head = model.get_output_embeddings()
-    return chunked_cross_entropy(hidden, head.weight, getattr(head, "bias", None), targets).mean()
-
-
 def sketches_of(model: PreTrainedModel, tokens: TokenTable, rows: np.ndarray, size: int, seed: int) -> np.ndarray:
     """Float32 [n, min(m, P)], sketches of the samples' gradients; no gradient is held longer than its parameter's turn."""
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -103,7 +91,7 @@ def sketches_of(model: PreTrainedModel, tokens: TokenTable, rows: np.ndarray, si
     out = []
     for row in tqdm(rows, desc="gradients", unit="sample", disable=None):
         sketch.zero_()
-        torch.autograd.backward(loss_of(model, tokens, int(row)))
+        torch.autograd.backward(sample_loss(model, tokens, int(row)))
         out.append(sketch.cpu().numpy().copy())
     for handle in handles:
         handle.remove()
@@ -115,7 +103,7 @@ def exact_cosines(model: PreTrainedModel, tokens: TokenTable, rows: np.ndarray) 
     parameters = [p for p in model.parameters() if p.requires_grad]
     held = []
     for row in rows:
-        found = torch.autograd.grad(loss_of(model, tokens, int(row)), parameters)
+        found = torch.autograd.grad(sample_loss(model, tokens, int(row)), parameters)
         held.append(torch.cat([g.float().flatten() for g in found]).cpu())
     products = np.array([[float(a.double() @ b.double()) for b in held] for a in held])
     return cosines_of(products)
@@ -128,8 +116,14 @@ def cosines_of(products: np.ndarray) -> np.ndarray:
 
 
 def analyse(run: Run, num_samples: int, seed: int, size: int = SKETCH) -> dict[str, Any]:
-    """The test on samples of all clusters, equal numbers of each as far as they go, drawn at random."""
+    """The test on samples of all clusters, equal numbers of each as far as they go, drawn at random.
+
+    Raises:
+        ValueError: for one cluster.
+    """
     started, plan = time.perf_counter(), run.plan
+    if plan.num_clusters < 2:
+        raise ValueError(f"{run.folder} has one cluster: there are no pairs across clusters")
     rng = np.random.default_rng((seed, 6))
     each = -(-num_samples // plan.num_clusters)
     members = [rng.permutation(np.flatnonzero(plan.cluster == c))[:each] for c in range(plan.num_clusters)]

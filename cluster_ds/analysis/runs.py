@@ -64,7 +64,7 @@ class Run(Output):
 
     @cached_property
     def samples(self) -> Samples:
-        """Tokens and model; the tokens' audit is not printed again."""
+        """Tokens and model."""
         samples = prepare_samples(self.recipe, self.folder, self.ranks)
         if samples.provenance != self.plan.manifest["provenance"]:
             raise ValueError(
@@ -93,7 +93,7 @@ class Run(Output):
         return np.flatnonzero(self.plan.cluster >= 0)
 
 
-def open_run(folder: Path) -> Run:
+def read_run(folder: Path) -> Run:
     """A run's folder.
 
     Raises:

@@ -48,7 +48,7 @@ def scaled_diversity(vectors: np.ndarray) -> float:
     return len(vectors) * float((vectors.astype(np.float64) ** 2).sum()) / max(float(total @ total), 1e-300)
 
 
-def analyse_diversity(run: Run, seed: int, num_true: int = 0) -> dict[str, Any]:
+def analyse_diversity(run: Run, seed: int, num_true: int = 0, size: int = SKETCH) -> dict[str, Any]:
     """Number x GD of each selector; `num_true` gradients of each are computed and sketched, if that is not 0."""
     unit, norms = run.unit, run.proxies.norms
     found: dict[str, Any] = {}
@@ -67,7 +67,7 @@ def analyse_diversity(run: Run, seed: int, num_true: int = 0) -> dict[str, Any]:
         few = {name: np.sort(rng.permutation(draws[0])[:num_true]) for name, draws in chosen.items()}
         every = np.unique(np.concatenate(list(few.values())))
         model = load_model(run.samples.model_folder, run.recipe.model, torch.float32, run.ranks.device).eval()
-        sketches = sketches_of(model, run.samples.tokens, every, SKETCH, seed)
+        sketches = sketches_of(model, run.samples.tokens, every, size, seed)
         for name, rows in few.items():
             value = scaled_diversity(sketches[np.searchsorted(every, rows)])
             found[name]["true gradients"] = {"mean": value, "num_samples": len(rows)}

@@ -13,6 +13,8 @@ turn) and the answer. Kept are the highest below 1. Where paper and code differ,
   remain than the budget wants, the papers are silent: rows over 1 follow, the lowest first, then truncated ones, and the
   plan says so;
 - answers are found by the mask of the loss, not by searching the text. Of several turns all answers count in both scores.
+  Where nothing at all stands before an answer (template `plain`, no BOS), its first token is in s_c alone: no model is
+  asked for it.
 
 Cost: two forward passes over all samples. Shapes: N samples.
 """
@@ -30,13 +32,12 @@ from transformers import PreTrainedModel
 from ..models import load_model, pad_token_id
 from ..plan import Plan
 from ..prepare import extraction_dtype
-from ..proxy import Room, cpu_threads_alike, run_batches, summed_losses
-from ..proxy import Samples as InRows
+from ..proxy import Room, Rows, cpu_threads_alike, run_batches, summed_losses
 from ..shards import length_batches, shard_batches
 from ..templates import answer_opening
 from ..tokens import IGNORE_INDEX, TokenTable
 from . import experience
-from .setting import Arrays, Budget, Cost, Setting, in_shards, key_of, read_shards, seconds_of
+from .setting import Arrays, Budget, Cost, Setting, in_all, in_shards, key_of, read_shards, seconds_of
 
 VERSION = 1
 
@@ -93,12 +94,11 @@ def select(setting: Setting, budget: Budget, seed: int) -> Plan:
     scores = ratios(found["conditioned"], found["direct"], setting.recipe.baselines.ifd.ratio)
     order, num_good = ranked(scores, is_truncated(setting), setting.usable)
     rows = budget.first_of(order, setting.base.num_tokens)
-    cost = Cost(forwards=2 * len(scores), seconds=seconds_of(folder, shards, setting.ranks))
+    cost = Cost(forwards=2 * len(scores), seconds=seconds_of(folder, len(shards), setting.ranks))
     if setting.recipe.baselines.ifd.pre_experience:
         more = experience.cost(setting)
-        cost = replace(
-            cost, forwards=cost.forwards + more.forwards, backwards=more.backwards, seconds=cost.seconds + more.seconds
-        )
+        seconds = in_all(cost.seconds, more.seconds)
+        cost = replace(cost, forwards=cost.forwards + more.forwards, backwards=more.backwards, seconds=seconds)
     facts = {"below 1": num_good, "filled up with others": max(0, len(rows) - num_good)}
     return setting.plan("ifd", rows, cost, {**setting.recipe.baselines.ifd.model_dump(), **facts})
 
@@ -137,8 +137,7 @@ def answers_alone(setting: Setting) -> AnswersAlone:
     """The answers behind what the recipe's template puts right before one."""
     tokenizer = setting.samples.tokenizer
     opening = answer_opening(setting.recipe.data.template, tokenizer)
-    ids = list(tokenizer(opening, add_special_tokens=False)["input_ids"]) if opening else []
-    return AnswersAlone(setting.samples.tokens, ids, tokenizer.bos_token_id)
+    return AnswersAlone(setting.samples.tokens, opening, tokenizer.bos_token_id)
 
 
 def _places(setting: Setting) -> tuple[Any, str, list[np.ndarray]]:
@@ -170,7 +169,7 @@ def _scorer(setting: Setting) -> Callable[[np.ndarray], Arrays]:
 
 
 def _mean_losses(
-    model: PreTrainedModel, table: InRows, rows: np.ndarray, counts: np.ndarray, tokens_per_batch: int, pad_id: int,
+    model: PreTrainedModel, table: Rows, rows: np.ndarray, counts: np.ndarray, tokens_per_batch: int, pad_id: int,
     device: torch.device, room: Room,
 ) -> np.ndarray:
     """Float32 [n], mean token losses of some rows; NaN where a row has none."""

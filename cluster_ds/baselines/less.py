@@ -13,8 +13,8 @@
    are the epochs' mean learning rates, divided by their sum. The highest scores are kept.
 
 Where the paper and its authors' code differ we follow the code: eps stands under the root, and there is no bias
-correction. Ours: warm-up samples are at least one global batch; the projection's signs come from a counter, so that the
-matrix is never held and is the same on every device; batch sizes are the recipe's unless
+correction. Ours: warm-up samples are at least one global batch, clipped as the recipe says; the projection's signs come
+from a counter, so that the matrix is never held and is the same on every device; batch sizes are the recipe's unless
 `baselines.less.global_batch_size` says 128, the authors'. Ranks hold whole models and share the samples, at any ZeRO
 stage of the warm-up. Scores are made once for all seeds. Validation rows are never test rows. Shapes: N samples, P
 adapter parameters, D dimensions, V validation rows, S subtasks.
@@ -23,10 +23,8 @@ adapter parameters, D dimensions, V validation rows, S subtasks.
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -39,17 +37,30 @@ from ..ds_config import resolve_config
 from ..engine import ClusterEngine
 from ..files import commit_file, read_json, write_json
 from ..lora import base_of, with_adapters
-from ..loss import chunked_cross_entropy, supervised_positions
 from ..models import load_model
 from ..plan import Plan
 from ..prepare import Prepared, extraction_dtype, prepare_tokens
-from ..proxy import cpu_threads_alike
+from ..proxy import cpu_threads_alike, sample_loss
 from ..recipe import Recipe
+from ..records import content_of
+from ..resuming import FREE_TO_CHANGE
 from ..run_log import read_lines
 from ..tokens import TokenTable
 from ..training import train
 from .projection import project
-from .setting import Arrays, Budget, Cost, Setting, in_shards, key_of, read_shards, seconds_of
+from .setting import (
+    Arrays,
+    Budget,
+    Cost,
+    Setting,
+    alone,
+    in_all,
+    in_shards,
+    key_of,
+    read_shards,
+    remove_training,
+    seconds_of,
+)
 
 _BETA1, _BETA2, _EPS = 0.9, 0.999, 1e-8
 _SEED = 0
@@ -60,8 +71,9 @@ VERSION = 1
 
 def score(setting: Setting) -> None:  # collective
     """Warm up, then the features of all samples and validation rows at each checkpoint."""
-    folder, key, ranks = _folder(setting), _key(setting), setting.ranks
-    subtasks = _subtasks(setting)
+    ranks, subtasks = setting.ranks, _subtasks(setting)
+    setting.memo["less validation"] = key_of([[name, table.key, rows.tolist()] for name, (table, rows) in subtasks.items()])
+    folder, key = _folder(setting), _key(setting)
     sizes = {name: len(rows) for name, (_, rows) in subtasks.items()}
     ranks.on_main(lambda: folder.mkdir(parents=True, exist_ok=True))
     ranks.on_main(lambda: write_json(folder / "validation.json", sizes))
@@ -90,10 +102,10 @@ def select(setting: Setting, budget: Budget, seed: int) -> Plan:
     rows = budget.first_of(order, setting.base.num_tokens)
     seen = sum(entry["num_samples"] for entry in log)
     passes = seen + less.warmup_epochs * (len(found) + sum(sizes.values()))
-    seconds = sum(entry["seconds"] for entry in log)
+    seconds: float | None = sum(entry["seconds"] for entry in log)
     for epoch in range(less.warmup_epochs):
         for name, shards in ((f"epoch-{epoch}", _shards(setting)), (f"validation-{epoch}", _validation_shards(sizes))):
-            seconds += seconds_of(folder / name, shards, setting.ranks)
+            seconds = in_all(seconds, seconds_of(folder / name, len(shards), setting.ranks))
     facts = {**less.model_dump(exclude={"validation"}), "validation_rows": sizes}
     return setting.plan("less", rows, Cost(forwards=passes, backwards=passes, seconds=seconds), facts)
 
@@ -156,18 +168,11 @@ class Gradients:
         Raises:
             ValueError: if it is not finite.
         """
-        sample = table[row]
-        base = base_of(self.model)
-        labels = torch.from_numpy(sample["labels"])[None]
-        lines, predictors, targets = (t.to(self.device) for t in supervised_positions(labels))
-        ids = torch.from_numpy(sample["input_ids"])[None].to(self.device)
-        hidden = base.base_model(input_ids=ids, use_cache=False).last_hidden_state[lines, predictors]
-        head = base.get_output_embeddings()
-        loss = chunked_cross_entropy(hidden, head.weight, getattr(head, "bias", None), targets).mean()
+        loss = sample_loss(base_of(self.model), table, row)
         found = torch.autograd.grad(loss, list(self.parameters.values()))
         gradient = torch.cat([g.detach().float().flatten() for g in found])
         if not torch.isfinite(gradient).all():
-            raise ValueError(f"LESS: the gradient of sample {sample['id']} is not finite: look at its text")
+            raise ValueError(f"LESS: the gradient of sample {table.ids[row]} is not finite: look at its text")
         return gradient
 
 
@@ -178,27 +183,29 @@ def warm_up_recipe(setting: Setting) -> tuple[Recipe, np.ndarray]:
     batch = min(less.global_batch_size or recipe.train.global_batch_size, len(setting.usable))
     rows = setting.shuffled(_SEED)[: max(wanted, batch)]
     steps = -(-len(rows) // batch)
+    if steps * less.warmup_epochs < 2:
+        raise ValueError(
+            f"baselines.less: {less.warmup_epochs} epoch of {steps} step, whose learning rate is 0: raise warmup_epochs or "
+            "warmup_fraction"
+        )
     changed = {
         "epochs": less.warmup_epochs, "global_batch_size": batch, "optimizer": "adamw", "lr": less.lr, "weight_decay": 0.0,
         "betas": [_BETA1, _BETA2], "eps": _EPS, "schedule": "linear", "warmup_ratio": 0.03, "warmup_steps": None,
         "seed": _SEED, "checkpoint_every": steps, "milestone_every": steps, "keep_checkpoints": 1, "log_to": [],
         "diagnose_every": None,
     }
-    update = {
-        "model": recipe.model.model_copy(update={"lora": less.lora}),
-        "train": recipe.train.model_copy(update=changed),
-        "evaluate": recipe.evaluate.model_copy(update={"every": None, "keep_best": False, "patience": None}),
-    }
-    return recipe.model_copy(update=update), rows
+    model = recipe.model.model_copy(update={"lora": less.lora})
+    return alone(recipe, model=model, train=recipe.train.model_copy(update=changed)), rows
 
 
 def _warm_up(setting: Setting) -> None:  # collective
     """Train the adapters and keep each epoch's weights and moments, unless that is done."""
-    epochs, ranks = setting.recipe.baselines.less.warmup_epochs, setting.ranks
+    epochs, ranks, folder = setting.recipe.baselines.less.warmup_epochs, setting.ranks, _folder(setting) / "warm_up"
     if ranks.on_main(lambda: all(_snapshot(setting, epoch).is_file() for epoch in range(epochs))):
+        ranks.on_main(lambda: remove_training(folder))
         return
     recipe, rows = warm_up_recipe(setting)
-    samples, folder = setting.samples, _folder(setting) / "warm_up"
+    samples = setting.samples
     plan = setting.training_plan("less warm-up", rows)
     prepared = Prepared(samples.model_folder, samples.tokenizer, samples.tokens, plan)
     ranks.on_main(lambda: folder.mkdir(parents=True, exist_ok=True))
@@ -211,8 +218,7 @@ def _warm_up(setting: Setting) -> None:  # collective
         state = adam_state(engine)  # collective
         ranks.on_main(lambda state=state, epoch=epoch: _save(state, _snapshot(setting, epoch)))  # type: ignore[misc]
         release(engine)
-    for unneeded in ("checkpoints", "model"):
-        ranks.on_main(lambda name=unneeded: shutil.rmtree(folder / name, ignore_errors=True))  # type: ignore[misc]
+    ranks.on_main(lambda: remove_training(folder))
 
 
 def adam_state(engine: ClusterEngine) -> dict[str, torch.Tensor]:  # collective at stage 3
@@ -256,6 +262,14 @@ def _subtasks(setting: Setting) -> dict[str, tuple[TokenTable, np.ndarray]]:  # 
         table, sources = setting.validation, np.array(setting.validation.sources)
         for name in sorted(set(sources[setting.validation_rows])):
             found[name] = (table, setting.validation_rows[sources[setting.validation_rows] == name][: less.max_validation])
+    test = _test_contents(setting)
+    for name, (table, rows) in found.items():
+        seen = [table.ids[row] for row in rows if content_of(table.ids[row]) in test]
+        if seen:
+            raise ValueError(
+                f"baselines.less.validation.{name}: {len(seen)} of {len(rows)} rows are test rows of the held-out ones, "
+                f"e.g. {seen[0]}: selecting by them would make the test losses worthless"
+            )
     if not found:
         raise ValueError("less needs validation rows: name baselines.less.validation, or evaluate.held_out")
     return found
@@ -297,9 +311,14 @@ def _folder(setting: Setting) -> Path:
 def _key(setting: Setting) -> str:
     """Hash of everything that decides the features, up to the rounding of another number of ranks."""
     recipe, provenance = setting.recipe, setting.samples.provenance
-    validation: Any = recipe.baselines.less.model_dump()["validation"]
-    if not validation and setting.validation is not None and setting.validation_rows is not None:
-        validation = [setting.validation.key, setting.validation_rows.tolist()]
     parts = (provenance["tokens"], provenance["model"], recipe.baselines.less.model_dump(exclude={"validation"}))
-    size, precision = recipe.train.global_batch_size, recipe.train.precision
-    return key_of(*parts, validation, size, precision, str(extraction_dtype(recipe)), VERSION)
+    train = warm_up_recipe(setting)[0].train.model_dump(exclude=FREE_TO_CHANGE)
+    return key_of(*parts, setting.memo["less validation"], train, str(extraction_dtype(recipe)), VERSION)
+
+
+def _test_contents(setting: Setting) -> set[str]:
+    """What the held-out rows say that report and may not decide."""
+    if setting.validation is None or setting.validation_rows is None:
+        return set()
+    decide = set(setting.validation_rows.tolist())
+    return {content_of(name) for row, name in enumerate(setting.validation.ids) if row not in decide}

@@ -7,20 +7,28 @@ Flood 2014). Shapes: P parameters, D dimensions of the projection, B samples.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 _BLOCK = 1 << 24  # entries of the matrix that exist at a time
 _GOLDEN, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685  # as signed 64-bit numbers
 
 
 def signs(seed: int, first: int, last: int, dim: int, device: torch.device) -> torch.Tensor:
-    """Rows `first` to `last` of the matrix, int8 [rows, D] of +1 and -1."""
+    """Rows `first` to `last` of the matrix, float32 [rows, D] of +1 and -1."""
     words = dim // 64
     counter = torch.arange(first * words, last * words, dtype=torch.int64, device=device)
-    bits = _hash(counter * _GOLDEN + _mixed_seed(seed, device))
-    shifts = torch.arange(64, dtype=torch.int64, device=device)
-    ones = ((bits[:, None] >> shifts) & 1).to(torch.int8)
-    return (2 * ones - 1).view(last - first, dim)
+    octets = _hash(counter * _GOLDEN + _mixed_seed(seed, device)).view(torch.uint8)  # the lowest first
+    return F.embedding(octets.int(), _table(device)).view(last - first, dim)
+
+
+@cache
+def _table(device: torch.device) -> torch.Tensor:
+    """Float32 [256, 8], the signs that each octet's bits stand for, the lowest first."""
+    bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
+    return (2 * bits - 1).float()
 
 
 def project(gradients: torch.Tensor, dim: int, seed: int) -> torch.Tensor:
@@ -35,7 +43,7 @@ def project(gradients: torch.Tensor, dim: int, seed: int) -> torch.Tensor:
     rows = max(1, _BLOCK // dim)
     for first in range(0, gradients.shape[1], rows):
         last = min(first + rows, gradients.shape[1])
-        out += gradients[:, first:last] @ signs(seed, first, last, dim, gradients.device).to(gradients.dtype)
+        out += gradients[:, first:last] @ signs(seed, first, last, dim, gradients.device)
     norms = out.norm(dim=1, keepdim=True)
     return out / torch.where(norms > 0, norms, 1.0)
 

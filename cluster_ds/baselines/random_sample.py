@@ -43,4 +43,4 @@ def select_of_lengths(setting: Setting, budget: Budget, seed: int) -> Plan:
     if budget.num_tokens is None:
         budget = replace(budget, num_samples=int(wanted.sum()))
     rows = budget.first_of(spread, base.num_tokens)
-    return setting.plan("random-length", rows, Cost(), {"length_bins": _LENGTH_BINS})
+    return setting.plan("random-length", rows, setting.extraction_cost, {"length_bins": _LENGTH_BINS})

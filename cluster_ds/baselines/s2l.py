@@ -15,9 +15,7 @@ draws for each seed. Shapes: N samples, T snapshots.
 from __future__ import annotations
 
 import math
-import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from sklearn.cluster import KMeans
@@ -28,11 +26,12 @@ from ..models import load_tokenizer, model_folder, model_hash
 from ..plan import Plan
 from ..prepare import Prepared, prepare_tokens
 from ..recipe import Recipe
+from ..resuming import FREE_TO_CHANGE
 from ..run_log import read_lines
 from ..tokens import TokenTable
 from ..training import train
 from ..validation import losses_of_steps
-from .setting import Budget, Cost, Setting, key_of, nearest_in_tokens
+from .setting import Budget, Cost, Setting, alone, key_of, nearest_in_tokens, remove_training
 
 _SMALLEST = 2  # clusters of at most so many samples are drawn from last
 VERSION = 1
@@ -40,14 +39,16 @@ VERSION = 1
 
 def score(setting: Setting) -> None:  # collective
     """Train the small model and note the trajectories, unless that is done."""
-    ranks, folder = setting.ranks, _folder(setting)
+    ranks, recipe = setting.ranks, small_recipe(setting.recipe)
+    base = ranks.on_every_node(lambda: model_folder(recipe.model))
+    setting.memo["small model"] = ranks.on_main(lambda: model_hash(base))
+    folder = _folder(setting)
     path = folder / "trajectories.npy"
     if ranks.on_main(path.is_file):
+        ranks.on_main(lambda: remove_training(folder))
         return
-    recipe = small_recipe(setting)
-    base = ranks.on_every_node(lambda: model_folder(recipe.model))
     tokens = prepare_tokens(recipe, setting.folder, ranks)
-    plan = _everything(tokens, ranks.on_main(lambda: model_hash(base)))
+    plan = _everything(tokens, setting.memo["small model"])
     total = schedule_of(recipe, plan).num_steps
     every = math.ceil(total / recipe.baselines.s2l.snapshots)
     recipe = recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update={"every": every})})
@@ -59,8 +60,7 @@ def score(setting: Setting) -> None:  # collective
         found = trajectories(losses_of_steps(folder, steps), tokens.ids, setting.base.ids)
         with commit_file(path) as part, part.open("wb") as file:
             np.save(file, found)
-        for unneeded in ("checkpoints", "model"):
-            shutil.rmtree(folder / unneeded, ignore_errors=True)
+        remove_training(folder)
 
     ranks.on_main(keep)
 
@@ -137,13 +137,13 @@ def balanced(rows: np.ndarray, labels: np.ndarray, number: int, rng: np.random.G
     return out
 
 
-def small_recipe(setting: Setting) -> Recipe:
+def small_recipe(recipe: Recipe) -> Recipe:
     """How the small model learns.
 
     Raises:
         ValueError: if the recipe names none.
     """
-    recipe, s2l = setting.recipe, setting.recipe.baselines.s2l
+    s2l = recipe.baselines.s2l
     if s2l.model is None:
         raise ValueError("s2l needs a small model: name baselines.s2l.model (name_or_path)")
     changed = {
@@ -151,13 +151,7 @@ def small_recipe(setting: Setting) -> Recipe:
         "warmup_steps": None, "weight_decay": 0.0, "seed": 0, "log_to": [], "diagnose_every": None,
         "milestone_every": None, "global_batch_size": s2l.global_batch_size or recipe.train.global_batch_size,
     }
-    looking = {"keep_best": False, "patience": None}
-    return recipe.model_copy(
-        update={
-            "model": s2l.model, "train": recipe.train.model_copy(update=changed),
-            "evaluate": recipe.evaluate.model_copy(update=looking),
-        }
-    )
+    return alone(recipe, model=s2l.model, train=recipe.train.model_copy(update=changed))
 
 
 def _everything(tokens: TokenTable, model: str) -> Plan:
@@ -178,7 +172,9 @@ def _small_model(setting: Setting) -> str | None:
 
 def _folder(setting: Setting) -> Path:
     recipe, s2l = setting.recipe, setting.recipe.baselines.s2l
-    parts: tuple[Any, ...] = (s2l.model_dump(exclude={"num_clusters"}), recipe.data.template, recipe.data.max_length)
-    train = recipe.train.model_dump(include={"global_batch_size", "precision", "max_grad_norm", "normalization"})
-    key = key_of(*parts, setting.samples.provenance["data"], train, VERSION)
+    train = small_recipe(recipe).train.model_dump(exclude=FREE_TO_CHANGE)
+    key = key_of(
+        s2l.snapshots, setting.memo["small model"], recipe.data.template, recipe.data.max_length,
+        setting.samples.provenance["data"], train, VERSION,
+    )
     return setting.folder / "s2l" / key

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,14 +36,14 @@ class Cost:
     Attributes:
         forwards, backwards: samples through the model that is trained.
         small_forwards, small_backwards: samples through S2L's small model.
-        seconds: wall time, of all ranks together; loading models not counted.
+        seconds: wall time, of all ranks together; loading models not counted. None: not known.
     """
 
     forwards: int = 0
     backwards: int = 0
     small_forwards: int = 0
     small_backwards: int = 0
-    seconds: float = 0.0
+    seconds: float | None = 0.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ class Setting:
         validation: held-out rows that may decide; none of them is a test row.
         validation_rows: int64, which of them.
         clustered: the samples in clusters; on rank 0 alone.
-        seconds_to_cluster: wall time of extraction and clustering.
+        seconds_to_cluster: wall time of extraction and clustering; None: not known.
+        memo: hashes that take time, by name.
     """
 
     recipe: Recipe
@@ -89,13 +91,19 @@ class Setting:
     validation: TokenTable | None = None
     validation_rows: np.ndarray | None = None
     clustered: Clustered | None = None
-    seconds_to_cluster: float = 0.0
+    seconds_to_cluster: float | None = 0.0
+    memo: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def usable(self) -> np.ndarray:
         """Int64, the rows that may be kept, in the order of their ids, so that the file's order does not matter."""
         by_id = np.argsort(np.asarray(self.base.ids), kind="stable")
         return by_id[self.base.cluster[by_id] >= 0]
+
+    @property
+    def extraction_cost(self) -> Cost:
+        """One forward pass over all samples and the clustering, which all plans from clusters share."""
+        return Cost(forwards=len(self.samples.tokens), seconds=self.seconds_to_cluster)
 
     def shuffled(self, seed: int) -> np.ndarray:
         """The usable rows int64 [n] in the order in which `selection.draw` takes them in the first epoch."""
@@ -186,9 +194,27 @@ def read_shards(folder: Path, key: str, shards: Sequence[np.ndarray]) -> Arrays:
     return {name: np.concatenate([part[name] for part in parts])[back] for name in parts[0] if name != "rows"}
 
 
-def seconds_of(folder: Path, shards: Sequence[np.ndarray], ranks: Ranks) -> float:
-    """Wall seconds that the shards took, the ranks working side by side."""
-    return shard_seconds(folder, len(shards)) / ranks.world_size
+def seconds_of(folder: Path, num_shards: int, ranks: Ranks) -> float | None:
+    """Wall seconds that the shards took, the ranks working side by side; None if that was not noted."""
+    seconds = shard_seconds(folder, num_shards)
+    return None if seconds is None else seconds / ranks.world_size
+
+
+def in_all(*seconds: float | None) -> float | None:
+    """Their sum; None if one is not known."""
+    return None if None in seconds else sum(s for s in seconds if s is not None)
+
+
+def alone(recipe: Recipe, **sections: Any) -> Recipe:
+    """A recipe for a baseline's own training: other sections, and no held-out rows that end it or choose its model."""
+    evaluate = recipe.evaluate.model_copy(update={"every": None, "keep_best": False, "patience": None})
+    return recipe.model_copy(update={"evaluate": evaluate, **sections})
+
+
+def remove_training(folder: Path, *, model: bool = True) -> None:
+    """Delete what a finished training no longer needs, but for its logs; a kill may have left it."""
+    for name in ("checkpoints", "model") if model else ("checkpoints",):
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def nearest_in_tokens(

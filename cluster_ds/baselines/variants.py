@@ -8,15 +8,13 @@ weight 1; every global batch holds equal parts of the clusters. Quotas and redra
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 from ..plan import Plan
 from ..planning import plan_from
 from ..selection import PlanSettings
-from .setting import Budget, Cost, Setting, nearest_in_tokens
+from .setting import Budget, Setting, in_all, nearest_in_tokens
 
 _PAPER: dict[str, Any] = {
     "choice": "peripheral", "balance": "whole", "quota": "equal", "weighting": "cluster", "redraw": "none", "trim": 0.0,
@@ -43,11 +41,11 @@ def select(setting: Setting, budget: Budget, seed: int, *, name: str) -> Plan:
     Raises:
         ValueError: if the clusters cannot give the budget, with the remedies.
     """
-    assert setting.clustered is not None
+    number = budget.num_samples if budget.num_tokens is None else _size_for(setting, name, budget.num_tokens)
     started = time.perf_counter()
-    size = partial(_of_size, setting, name)
-    plan = size(budget.num_samples) if budget.num_tokens is None else _of_tokens(size, setting, budget.num_tokens)
-    cost = replace(extraction_cost(setting), seconds=extraction_cost(setting).seconds + time.perf_counter() - started)
+    plan = _planned(setting, settings_of(setting, name, number))
+    cost = setting.extraction_cost
+    cost = replace(cost, seconds=in_all(cost.seconds, time.perf_counter() - started))
     plan.manifest["selection"]["arm"] = name
     plan.manifest["cost"] = asdict(cost)
     return plan
@@ -65,29 +63,22 @@ def settings_of(setting: Setting, name: str, num_samples: int) -> PlanSettings:
     return replace(setting.clustered.settings, **{**_PAPER, **VARIANTS[name], **budget})
 
 
-def extraction_cost(setting: Setting) -> Cost:
-    """One forward pass over all samples and the clustering, which all variants share."""
-    return Cost(forwards=len(setting.samples.tokens), seconds=setting.seconds_to_cluster)
-
-
-def _of_size(setting: Setting, name: str, num_samples: int) -> Plan:
+def _planned(setting: Setting, settings: PlanSettings) -> Plan:
     assert setting.clustered is not None
-    return plan_from(setting.clustered, settings_of(setting, name, num_samples), lambda line: None)
+    return plan_from(setting.clustered, settings, lambda line: None)
 
 
-def _of_tokens(size: Callable[[int], Plan], setting: Setting, num_tokens: int) -> Plan:
-    """The plan whose kept samples have about so many tokens."""
+def _size_for(setting: Setting, name: str, num_tokens: int) -> int:
+    """The number of samples whose tokens come nearest to a number of them; weights do not matter for that."""
     least = setting.base.num_clusters
 
-    def make(number: int) -> Plan | None:
+    def make(number: int) -> tuple[int, int] | None:
         try:
-            return size(number)
+            plan = _planned(setting, replace(settings_of(setting, name, number), weighting="none"))
         except ValueError:  # more than the smallest cluster gives
             if number == least:
                 raise
             return None
+        return number, int(plan.num_tokens[plan.kept].sum())
 
-    def tokens_of(plan: Plan) -> int:
-        return int(plan.num_tokens[plan.kept].sum())
-
-    return nearest_in_tokens(make, tokens_of, least, len(setting.usable), num_tokens)
+    return nearest_in_tokens(make, lambda made: made[1], least, len(setting.usable), num_tokens)[0]

@@ -26,7 +26,7 @@ class Difference:
 
     Attributes:
         mean, low, high: the difference and its 95 % interval.
-        detectable: the least true difference that this comparison would find with a probability of 80 %.
+        detectable: a true difference as large would put zero outside of the interval with a probability of 80 %.
         num_seeds, num_examples: that were paired.
     """
 
@@ -39,7 +39,7 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """What the numbers allow to say; below the detectable difference nothing."""
+        """What the numbers allow to say: nothing below the detectable difference, which is stricter than the interval."""
         if abs(self.mean) < self.detectable or self.low <= 0 <= self.high:
             return "no difference seen"
         return "lower" if self.mean < 0 else "higher"

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,23 +17,25 @@ from typing import Any
 import numpy as np
 
 from ..baselines import full
-from ..baselines.setting import Budget, Setting, key_of
+from ..baselines.setting import Budget, Setting, alone, in_all, key_of, remove_training, seconds_of
 from ..baselines.variants import paper_settings
 from ..distributed import Ranks
+from ..files import is_committed, write_text
 from ..plan import Plan
 from ..planning import plan_from
-from ..prepare import Prepared, Samples, cluster_samples, extract_proxies, prepare_samples, told_warnings
+from ..prepare import Prepared, Samples, cluster_samples, extract_proxies, plan_settings, prepare_samples, told_warnings
 from ..proxy import mean_losses
 from ..recipe import Recipe
 from ..resuming import FREE_TO_CHANGE
 from ..run_log import read_lines
 from ..runs import held_out_losses, held_out_tokens
-from ..shards import length_batches, shard_batches, shard_seconds
+from ..shards import length_batches, shard_batches
 from ..training import train
-from .arms import ARMS, SCORES
+from .arms import ARMS, OURS, SCORES
 
 RESULTS = "results.jsonl"
 MATCHES = ("samples", "tokens", "steps")
+_FEWEST_HELD_OUT = 4
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def compare(
 class _Runs:
     """All arms and seeds at one point of a sweep."""
 
-    def __init__(
+    def __init__(  # collective
         self, comparison: Comparison, point: Point, output_dir: Path, ranks: Ranks, report: Callable[[], None]
     ):
         self.comparison, self.point, self.output_dir, self.ranks, self.report = comparison, point, output_dir, ranks, report
@@ -121,6 +121,11 @@ class _Runs:
         held_out = held_out_tokens(point.recipe, output_dir, ranks)
         assert held_out is not None  # require_comparable
         self.held_out, self.is_test = held_out, is_test(held_out.ids)
+        if len(held_out) < _FEWEST_HELD_OUT:
+            raise ValueError(
+                f"{len(held_out)} held-out rows: a comparison needs {_FEWEST_HELD_OUT} or more, half of which decide and "
+                "half report; raise evaluate.max_samples or name more rows"
+            )
 
     def run(self) -> None:  # collective
         """Everything that results.jsonl does not hold."""
@@ -131,6 +136,8 @@ class _Runs:
             self._write("untrained", 0, losses, {})
         for seed in self.comparison.seeds:
             waiting = [arm for arm in self.comparison.arms if self._missing(arm, seed)]
+            for arm in set(self.comparison.arms) - set(waiting):
+                self._clean(self._folder(arm, seed))
             if not waiting:
                 continue
             setting = self._setting(seed)
@@ -144,37 +151,43 @@ class _Runs:
         no arm's time is that of its longest cluster.
         """
         recipe = self.point.recipe
-        return recipe.model_copy(
-            update={
-                "selection": recipe.selection.model_copy(update={"seed": seed}),
-                "train": recipe.train.model_copy(update={"seed": seed, "allocation": "tokens"}),
-                "evaluate": recipe.evaluate.model_copy(update={"every": None, "keep_best": False, "patience": None}),
-            }
+        return alone(
+            recipe, selection=recipe.selection.model_copy(update={"seed": seed}),
+            train=recipe.train.model_copy(update={"seed": seed, "allocation": "tokens"}),
         )
 
     def _setting(self, seed: int) -> Setting:  # collective
         """Proxies, clusters and CluSTER's own plan, whose size is the budget."""
         recipe, ranks, samples = self._recipe(seed), self.ranks, self.samples
         extract_proxies(recipe, samples, ranks)
-        path, tokens = self.folder / f"seed-{seed}" / "plan", samples.tokens
-        clustered, started = None, time.perf_counter()
+        path, tokens, key = self.folder / f"seed-{seed}" / "plan", samples.tokens, self._key(OURS, seed)
+        clustered = None
 
-        def cluster_and_plan() -> None:
+        def cluster_and_plan() -> float:
             nonlocal clustered
+            started = time.perf_counter()
             with told_warnings(ranks):
                 clustered = cluster_samples(recipe, samples, ranks)
-                plan_from(clustered, paper_settings(clustered.settings), lambda line: None).write(path)
+            seconds, kept = time.perf_counter() - started, _read_plan(path, key)
+            if kept is None:
+                _write_plan(plan_from(clustered, paper_settings(clustered.settings), lambda line: None), path, key)
+            elif not np.array_equal(kept.cluster, clustered.column(clustered.clusters.labels, -1, np.int32)):
+                raise ValueError(
+                    f"the clusters are not those of {path} any more, so arms before and after cannot be compared: go on "
+                    f"where the comparison was begun, or delete {self.output_dir}"
+                )
+            return seconds
 
-        ranks.on_main(cluster_and_plan)
+        seconds = ranks.on_main(cluster_and_plan)
         batches = length_batches(tokens.num_tokens, recipe.selection.tokens_per_batch)
-        seconds = shard_seconds(samples.proxies_folder, len(shard_batches(batches))) / ranks.world_size
+        extraction = seconds_of(samples.proxies_folder, len(shard_batches(batches)), ranks)
         return Setting(
             recipe, samples, Plan.read(path), self.output_dir / "scores", ranks, self.held_out,
-            np.flatnonzero(~self.is_test), clustered, seconds + time.perf_counter() - started,
+            np.flatnonzero(~self.is_test), clustered, in_all(extraction, seconds),
         )
 
     def _one_run(self, arm: str, seed: int, setting: Setting) -> None:  # collective
-        folder, ranks, recipe = self.folder / f"seed-{seed}" / arm, self.ranks, setting.recipe
+        folder, ranks, recipe, key = self._folder(arm, seed), self.ranks, setting.recipe, self._key(arm, seed)
         ranks.print(f"[compare] {self._name(arm, seed)}")
         if arm in SCORES:
             SCORES[arm](setting)
@@ -183,11 +196,25 @@ class _Runs:
         budget = Budget(int(base.kept.sum()), wanted)
         select = full.select_for_steps if (arm, match) == ("full", "steps") else ARMS[arm]
 
-        def write_plan() -> None:
-            select(setting, budget, seed).write(folder / "plan")
+        def make_plan() -> None:
+            if _read_plan(folder / "plan", key) is not None:
+                return
+            started = time.perf_counter()
+            plan = select(setting, budget, seed)
+            if arm in SCORES:  # what turns scores into a plan counts as well
+                cost = plan.manifest["cost"]
+                cost["seconds"] = in_all(cost["seconds"], time.perf_counter() - started)
+            _write_plan(plan, folder / "plan", key)
 
-        ranks.on_main(write_plan)
+        ranks.on_main(make_plan)
         plan = Plan.read(folder / "plan")
+        passes = plan.manifest["selection"].get("passes", recipe.train.epochs)
+        recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"epochs": passes})})
+        twin = ranks.on_main(lambda: self._twin(plan, recipe))
+        if twin is not None:
+            ranks.print(f"[compare] the same plan was trained in the same way as {self._name(twin['arm'], twin['seed'])}")
+            ranks.on_main(lambda: self._append({**twin, "point": self.point.label, "arm": arm, "key": key}))
+            return
         prepared = Prepared(self.samples.model_folder, self.samples.tokenizer, self.samples.tokens, plan)
         result = train(recipe, prepared, folder, ranks)
         losses, _ = held_out_losses(recipe, self.held_out, result.model, self.output_dir, ranks)
@@ -196,12 +223,24 @@ class _Runs:
             "kept": int(plan.kept.sum()), "steps": result.num_steps,
             **{name: sum(e[name] for e in log) for name in ("num_samples", "num_supervised_tokens", "num_tokens")},
             "cost": plan.manifest["cost"], "training_seconds": sum(e["seconds"] for e in log), "plan_hash": plan.hash,
+            "training_key": self._training_key(recipe),
             "folder": str(folder.relative_to(self.output_dir)),
         }
         self._write(arm, seed, losses, facts)
-        unneeded = ["checkpoints"] if self.comparison.keep_models else ["checkpoints", "model"]
-        for name in unneeded:
-            ranks.on_main(lambda name=name: shutil.rmtree(folder / name, ignore_errors=True))  # type: ignore[misc]
+        self._clean(folder)
+
+    def _folder(self, arm: str, seed: int) -> Path:
+        return self.folder / f"seed-{seed}" / arm
+
+    def _clean(self, folder: Path) -> None:  # collective
+        self.ranks.on_main(lambda: remove_training(folder, model=not self.comparison.keep_models))
+
+    def _twin(self, plan: Plan, recipe: Recipe) -> dict[str, Any] | None:
+        """A finished run of the very same plan and training, e.g. of all the data at another point of a sweep."""
+        for entry in read_lines(self.output_dir / RESULTS):
+            if entry.get("plan_hash") == plan.hash and entry["training_key"] == self._training_key(recipe):
+                return entry
+        return None
 
     def _missing(self, arm: str, seed: int) -> bool:  # collective
         """Whether results.jsonl lacks a run.
@@ -213,6 +252,11 @@ class _Runs:
 
         def look() -> bool:
             for entry in read_lines(self.output_dir / RESULTS):
+                if entry["match"] != self.comparison.match:
+                    raise ValueError(
+                        f"{self.output_dir / RESULTS} holds arms that are equal in {entry['match']}, not in "
+                        f"{self.comparison.match}: choose another --output_dir"
+                    )
                 if (entry["point"], entry["arm"], entry["seed"]) == (self.point.label, arm, seed):
                     if entry["key"] != key:
                         raise ValueError(
@@ -226,10 +270,17 @@ class _Runs:
 
     def _key(self, arm: str, seed: int) -> str:
         recipe, provenance = self._recipe(seed), self.samples.provenance
-        train_settings = recipe.train.model_dump(exclude=FREE_TO_CHANGE)
+        if arm == "untrained":
+            return key_of(provenance["model"], self.held_out.key)
         own = getattr(recipe.baselines, arm).model_dump() if arm in SCORES else {}
-        parts = (recipe.selection.model_dump(), train_settings, own, provenance, self.held_out.key)
-        return key_of(*parts) if arm != "untrained" else key_of(provenance["model"], self.held_out.key)
+        selection = plan_settings(recipe, self.ranks.world_size)
+        return key_of(selection, self._training_key(recipe), own, provenance)
+
+    def _training_key(self, recipe: Recipe) -> str:
+        """Hash of what decides a run beside its plan."""
+        model, config = recipe.model.model_dump(), recipe.deepspeed.config
+        train_settings = recipe.train.model_dump(exclude=FREE_TO_CHANGE)
+        return key_of(model, config, train_settings, self.samples.provenance["model"], self.held_out.key)
 
     def _write(self, arm: str, seed: int, losses: np.ndarray, facts: dict[str, Any]) -> None:
         """Add a run's line; it is on disk when this returns."""
@@ -243,19 +294,29 @@ class _Runs:
             "test_losses": losses[test].tolist(), "test_sources": sources[test].tolist(),
         }
 
-        def append() -> None:
-            with (self.output_dir / RESULTS).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            self.report()
-
-        self.ranks.on_main(append)
+        self.ranks.on_main(lambda: self._append(entry))
         told = f"validation loss {entry['validation']['sample_mean']:.4f}, test loss {entry['test']['sample_mean']:.4f}"
         self.ranks.print(f"[compare] {self._name(arm, seed)}: {told}")
 
+    def _append(self, entry: dict[str, Any]) -> None:
+        """Write a line, behind those that can be read: a killed run may have left half of one."""
+        path = self.output_dir / RESULTS
+        write_text(path, "".join(json.dumps(e) + "\n" for e in [*read_lines(path), entry]))
+        self.report()
+
     def _name(self, arm: str, seed: int) -> str:
         return ", ".join(part for part in (arm, f"seed {seed}", self.point.label) if part)
+
+
+def _read_plan(folder: Path, key: str) -> Plan | None:
+    """A plan that was written with this key."""
+    plan = Plan.read(folder) if is_committed(folder) else None
+    return plan if plan is not None and plan.manifest.get("comparison_key") == key else None
+
+
+def _write_plan(plan: Plan, folder: Path, key: str) -> None:
+    plan.manifest["comparison_key"] = key
+    plan.write(folder)
 
 
 def is_test(ids: Sequence[str]) -> np.ndarray:

@@ -22,8 +22,10 @@ _NOTES = (
     "Losses are nats, means over held-out samples, then over seeds, with the standard deviation over seeds. The validation "
     "half of the held-out rows may decide (a sweep's best, LESS's scores); the test half reports.",
     f"Differences are from {REFERENCE}, paired by test example and seed, with a 95 % interval (two crossed random effects); "
-    "the detectable difference is the least that would be found with a probability of 80 %. Below it no difference is seen, "
-    "whatever the table's last digits say.",
+    "a true difference as large as the detectable one would put zero outside of the interval with a probability of 80 %. "
+    "What is seen below it is called no difference, whatever the table's last digits say.",
+    "Seeds go into clustering, draws and training. IFD's, LESS's and S2L's scores are made once, with seed 0: their "
+    "intervals do not speak of other warm-ups or other small models.",
     "Selection seconds are what an arm's selection takes by itself: proxies and clusters count for every arm of CluSTER's, "
     "scores for each of the others. Samples and tokens are those trained on, over all epochs.",
 )
@@ -133,7 +135,8 @@ def _main_table(entries: list[dict[str, Any]], point: str) -> Table:
             rows.append([arm, *[""] * 9, *losses, "", "", "", ""])
             continue
         counted = ("kept", "num_samples", "num_supervised_tokens", "num_tokens", "steps")
-        selection = float(np.mean([e["cost"]["seconds"] for e in runs]))
+        known = [e["cost"]["seconds"] for e in runs if e["cost"]["seconds"] is not None]
+        selection = float(np.mean(known)) if known else float("nan")
         training = float(np.mean([e["training_seconds"] for e in runs]))
         d = found.get(arm)
         told = ["", "", "", ""] if d is None else [
@@ -141,7 +144,7 @@ def _main_table(entries: list[dict[str, Any]], point: str) -> Table:
         ]
         rows.append([
             arm, str(len(runs)), *(f"{np.mean([e[name] for e in runs]):.0f}" for name in counted),
-            *(f"{seconds:.1f}" for seconds in (selection, training, selection + training)),
+            *("?" if np.isnan(s) else f"{s:.1f}" for s in (selection, training, selection + training)),
             *(_mean_std([e[half]["sample_mean"] for e in runs]) for half in ("validation", "test")), *told,
         ])
     matched = entries[-1]["match"]

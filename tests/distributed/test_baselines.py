@@ -19,7 +19,7 @@ data: {{path: {folder}/rows.jsonl, template: alpaca, max_length: 400}}
 selection: {{num_clusters: 2, min_fraction: 0.3, tokens_per_batch: 1024}}
 train: {{epochs: 1, global_batch_size: 20, micro_batch_size: 5, lr: 1e-3, max_grad_norm: 0, precision: fp32, gradient_checkpointing: false}}
 deepspeed: {{config: cpu}}
-evaluate: {{held_out: {folder}/held_out.jsonl}}
+evaluate: {{held_out_sources: {{short: {{path: {folder}/short.jsonl}}, long: {{path: {folder}/long.jsonl}}}}}}
 baselines:
   less:
     lora: {{rank: 2, alpha: 8, dropout: 0, target_modules: [q_proj, v_proj]}}
@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("baselines")
     tiny_llama(vocab_size=259, max_position_embeddings=512).save_pretrained(folder / "model")
     byte_tokenizer().save_pretrained(folder / "model")
-    for name, rows in (("rows", rows_of(20, 1)), ("held_out", rows_of(8, 2))):
+    for name, rows in (("rows", rows_of(20, 1)), ("short", rows_of(6, 2)), ("long", rows_of(6, 3))):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder, model=folder / "model"))
     return folder
@@ -89,8 +89,14 @@ def scored(rank, world, folder, run):
     )
     for module in (ifd, less, s2l):
         module.score(setting)
-        module.score(setting)  # nothing is made twice
-    out = {"ids": tokens.ids, "held_out": held_out.ids, "validation": setting.validation_rows}
+    ranks.gather(True)
+    made = {path: path.stat().st_mtime_ns for path in (folder / run / "scores").rglob("*.safetensors")}
+    ranks.gather(True)
+    for module in (ifd, less, s2l):
+        module.score(setting)
+    ranks.gather(True)
+    assert made and made == {path: path.stat().st_mtime_ns for path in made}  # nothing is made twice
+    out = {"ids": tokens.ids, "held_out": held_out.ids, "validation": setting.validation_rows, "sources": held_out.sources}
     if rank == 0:
         out["ifd"] = ifd.losses(setting)
         out["less"] = less.scores(setting)
@@ -174,14 +180,15 @@ def plain_less(folder, found):
 
     for layer in layers:
         adapted(layer)
-    rows, held_out = texts(folder, "rows"), texts(folder, "held_out")
+    rows, held_out = texts(folder, "rows"), [*texts(folder, "short"), *texts(folder, "long")]
 
     def gradient(pair):
         return torch.autograd.grad(answer_loss(model, *pair), [weights[name] for name in names])
 
     m = {name: torch.zeros_like(weights[name]) for name in names}
     v = {name: torch.zeros_like(weights[name]) for name in names}
-    scores, parameters, order = np.zeros(20), sum(w.numel() for w in weights.values()), sorted(names)
+    subtasks = np.array(found["sources"])[found["validation"]]
+    scores, parameters = np.zeros((20, 2)), sum(w.numel() for w in weights.values())
     matrix = None
     for step, (lr, snapshot) in enumerate(zip((0.0, 1e-2, 5e-3), snapshots, strict=True), 1):
         every = [gradient(pair) for pair in rows]
@@ -207,8 +214,11 @@ def plain_less(folder, found):
             features.append(feature @ matrix)
         wanted = [flat(gradient(held_out[row])) @ matrix for row in found["validation"]]
         unit = [np.stack([x / np.linalg.norm(x) for x in vectors]) for vectors in (features, wanted)]
-        scores += (lr / 1.5e-2) * (unit[0] @ unit[1].T).mean(axis=1)
-    return scores
+        products = unit[0] @ unit[1].T
+        for number, name in enumerate(("short", "long")):
+            scores[:, number] += (lr / 1.5e-2) * products[:, subtasks == name].mean(axis=1)
+    assert np.abs(scores[:, 0] - scores[:, 1]).min() > 0.01  # neither a sum nor a mean would pass for the maximum
+    return scores.max(axis=1)
 
 
 def model_order(snapshot, names):
@@ -222,7 +232,7 @@ def test_less_is_the_plain_computation(folder, found):
     assert np.ptp(expected) > 0.02
     plan = found["plans"]["cluster_ds.baselines.less"]
     assert np.flatnonzero(plan.kept).tolist() == sorted(np.argsort(-found["less"], kind="stable")[:8].tolist())
-    assert plan.manifest["cost"]["forwards"] == plan.manifest["cost"]["backwards"] == 3 * 20 + 3 * (20 + 4)
+    assert plan.manifest["cost"]["forwards"] == plan.manifest["cost"]["backwards"] == 3 * 20 + 3 * (20 + 6)
 
 
 def test_s2l_notes_the_loss_of_every_sample_at_every_snapshot(folder, found):
