@@ -106,7 +106,7 @@ def scored(rank, world, folder, run):
     return out
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
 def found(folder, request):
     return run_on_ranks(scored, request.param, folder, f"w{request.param}")[0]
 

@@ -24,6 +24,7 @@ def assert_ended_alike(broken, unbroken):
     assert (broken / "census.jsonl").read_text() == (unbroken / "census.jsonl").read_text()
 
 
+@pytest.mark.slow  # tests/faults.sh kills in steps as well
 def test_killed_in_a_step(unbroken):
     broken = unbroken.parent / "killed_in_step"
     kill_rank_when(start_job(broken), 1, lambda: steps_done(broken) >= 7)  # a checkpoint is at 5
