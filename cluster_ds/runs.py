@@ -26,8 +26,8 @@ from .files import is_disk_full, read_json, write_json
 from .models import attention_of, load_model, load_tokenizer, model_hash, pad_token_id
 from .plan import counts_text
 from .prepare import Prepared, cache_dir, extraction_dtype, prepare_tokens
-from .proxy import mean_losses, sample_losses
 from .recipe import Recipe
+from .sample_losses import mean_losses, sample_losses
 from .tokens import TokenTable
 from .training import TrainResult
 from .watch import EXIT_STOPPED, STOP_FILE, Stopped
@@ -140,7 +140,7 @@ def held_out_tokens(recipe: Recipe, output_dir: Path, ranks: Ranks) -> TokenTabl
 def evaluate_held_out(
     recipe: Recipe, tokens: TokenTable | None, model: Path, output_dir: Path, ranks: Ranks, *, label: str
 ) -> dict[str, float] | None:  # collective
-    """Means of a model folder's held-out losses, see `proxy.mean_losses`; None without held-out data."""
+    """Means of a model folder's held-out losses, see `sample_losses.mean_losses`; None without held-out data."""
     if tokens is None:
         return None
     losses, cached = held_out_losses(recipe, tokens, model, output_dir, ranks)

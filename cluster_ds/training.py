@@ -28,10 +28,10 @@ from .memory import is_out_of_memory, peak_memory
 from .models import pad_token_id
 from .monitor import monitor_config, open_log
 from .prepare import Prepared
-from .proxy import mean_losses
 from .recipe import Recipe, TrainSection
 from .resuming import finished_steps, identity_of, resume_step
 from .run_log import RunLog
+from .sample_losses import mean_losses
 from .tokens import TokenTable
 from .validation import HeldOut, Progress, read_progress
 from .watch import LOADING, Stopped, Watch

@@ -16,8 +16,8 @@ from .checkpoint import is_whole
 from .distributed import Ranks
 from .engine import ClusterEngine
 from .files import commit_file
-from .proxy import gather_losses
 from .run_log import read_lines
+from .sample_losses import gather_losses
 from .shards import length_batches
 from .tokens import TokenTable, pad_batch
 

@@ -348,6 +348,8 @@ def is_orphan(pid: int) -> bool:
         if parent == 1 and not any("deepspeed" in word for word in psutil.Process(1).cmdline()):
             return True
         return parent != 0 and session != pid and os.getsid(parent) != session  # 0: outside of this container
+    except psutil.AccessDenied:  # it is there, and none of our business
+        return False
     except (psutil.Error, ProcessLookupError):
         return True
 

@@ -32,7 +32,8 @@ from transformers import PreTrainedModel
 from ..models import load_model, pad_token_id
 from ..plan import Plan
 from ..prepare import extraction_dtype
-from ..proxy import Room, Rows, cpu_threads_alike, run_batches, summed_losses
+from ..proxy import Room, Rows, cpu_threads_alike, run_batches
+from ..sample_losses import summed_losses
 from ..shards import length_batches, shard_batches
 from ..templates import answer_opening
 from ..tokens import IGNORE_INDEX, TokenTable

@@ -24,11 +24,11 @@ from ..files import is_committed, write_text
 from ..plan import Plan
 from ..planning import plan_from
 from ..prepare import Prepared, Samples, cluster_samples, extract_proxies, plan_settings, prepare_samples, told_warnings
-from ..proxy import mean_losses
 from ..recipe import Recipe
 from ..resuming import FREE_TO_CHANGE
 from ..run_log import read_lines
 from ..runs import held_out_losses, held_out_tokens
+from ..sample_losses import mean_losses
 from ..shards import length_batches, shard_batches
 from ..training import train
 from .arms import ARMS, OURS, SCORES
