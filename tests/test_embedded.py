@@ -41,12 +41,27 @@ def test_the_text_is_real(rows):
 
 def test_made_twice_is_made_alike(rows):
     num_train, num_held_out, max_chars = DATA_SETS["python_source_small"]
-    assert make_tasks(num_train, num_held_out, max_chars) == (rows["train"], rows["held_out"])
+    assert make_tasks({"train": num_train, "held_out": num_held_out}, max_chars) == rows
+
+
+def test_held_out_rows_by_kind(rows):
+    """Five times as many, the former among them, from the same modules as no training row."""
+    modules, instructions, count = {row["module"] for row in rows["train"]}, set(), 0
+    for kind in SHARES:
+        path = resolve_data(f"embedded:python_source_small/held_out/{kind}")
+        of_kind = [json.loads(line) for line in open(path, encoding="utf-8")]
+        assert of_kind and all(row["kind"] == kind and row["module"] not in modules for row in of_kind)
+        instructions |= {row["instruction"] for row in of_kind}
+        count += len(of_kind)
+    assert 4.5 * len(rows["held_out"]) <= count <= 5 * len(rows["held_out"]) + 4
+    assert {row["instruction"] for row in rows["held_out"]} <= instructions
 
 
 def test_unknown_names():
     with pytest.raises(ValueError, match="no embedded data set 'embedded:nothing': embedded:python_source"):
         resolve_data("embedded:nothing")
+    with pytest.raises(ValueError, match="KIND is one of write, complete"):
+        resolve_data("embedded:python_source/held_out/poem")
     with pytest.raises(ValueError, match="no embedded model 'embedded:nothing': embedded:smollm2"):
         resolve_model("embedded:nothing")
     assert resolve_data("some/data") == "some/data"
