@@ -53,7 +53,7 @@ def test_held_out_rows_by_kind(rows):
         assert of_kind and all(row["kind"] == kind and row["module"] not in modules for row in of_kind)
         instructions |= {row["instruction"] for row in of_kind}
         count += len(of_kind)
-    assert 4.5 * len(rows["held_out"]) <= count <= 5 * len(rows["held_out"]) + 4
+    assert 4.5 * DATA_SETS["python_source_small"][1] < count <= 5 * DATA_SETS["python_source_small"][1]
     assert {row["instruction"] for row in rows["held_out"]} <= instructions
 
 
