@@ -42,6 +42,7 @@ class Assignment:
         cost: sum of the assigned costs.
         gap: (cost - dual bound) / cost; rounding alone, about 1e-15.
         num_moved: points that are not in their cheapest cluster.
+        cheapest_sizes: int64 [K], what the sizes would be without bounds.
     """
 
     labels: np.ndarray
@@ -49,6 +50,7 @@ class Assignment:
     cost: float
     gap: float
     num_moved: int
+    cheapest_sizes: np.ndarray
 
 
 def assign(costs: np.ndarray, lo: np.ndarray, hi: np.ndarray, prices: np.ndarray | None = None) -> Assignment:
@@ -78,12 +80,13 @@ def assign(costs: np.ndarray, lo: np.ndarray, hi: np.ndarray, prices: np.ndarray
     least = costs[rows, labels]
     counts = np.bincount(labels, minlength=len(lo))
     if np.all(counts >= lo) and np.all(counts <= hi):
-        return Assignment(labels, np.zeros(len(lo)), float(least.sum()), 0.0, 0)
+        return Assignment(labels, np.zeros(len(lo)), float(least.sum()), 0.0, 0, counts)
     labels, p = _solve(costs, lo, hi, prices)
     assigned = costs[rows, labels]
     cost = float(assigned.sum())
     dual = float((costs + p).min(axis=1).sum() - hi @ np.maximum(p, 0) - lo @ np.minimum(p, 0))
-    return Assignment(labels, p, cost, (cost - dual) / abs(cost) if cost else cost - dual, int((assigned > least).sum()))
+    gap = (cost - dual) / abs(cost) if cost else cost - dual
+    return Assignment(labels, p, cost, gap, int((assigned > least).sum()), counts)
 
 
 def _solve(

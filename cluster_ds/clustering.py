@@ -45,6 +45,7 @@ class Clusters:
         centroids: float64 [K, H].
         cap, floor: the bounds on the sizes that were enforced.
         num_moved: points that the bounds keep out of their nearest cluster.
+        nearest_sizes: int64 [K], points that are nearest to each centroid: the sizes without bounds.
         gap: certified relative optimality gap of the assignment at these centroids.
         inertia: sum of squared distances.
     """
@@ -55,6 +56,7 @@ class Clusters:
     cap: int
     floor: int
     num_moved: int
+    nearest_sizes: np.ndarray
     gap: float
     inertia: float
 
@@ -139,7 +141,7 @@ def cluster(
         labels, distances = labels[back], distances[back]
     return Clusters(
         labels=labels, distances=distances, centroids=centroids[rank], cap=cap, floor=floor,
-        num_moved=solution.num_moved, gap=solution.gap, inertia=float((distances**2).sum()),
+        num_moved=solution.num_moved, nearest_sizes=solution.cheapest_sizes[rank], gap=solution.gap, inertia=float((distances**2).sum()),
     )
 
 

@@ -244,8 +244,9 @@ def _select(
     statistics |= {
         "num_kept": int(selection.kept.sum()), "sizes": moments.sizes.tolist(), "counts": selection.counts.tolist(),
         "weights": weights.tolist(), "effective_sample_size": effective_sample_size(selection.weights[selection.kept]),
-        "cap": clusters.cap, "floor": clusters.floor, "num_moved": clusters.num_moved, "gap": clusters.gap,
-        "inertia": clusters.inertia, "bias": {"relative_shift": bias.relative_shift, "cosines": bias.cosines.tolist()},
+        "cap": clusters.cap, "floor": clusters.floor, "num_moved": clusters.num_moved,
+        "nearest_sizes": clusters.nearest_sizes.tolist(), "gap": clusters.gap, "inertia": clusters.inertia,
+        "bias": {"relative_shift": bias.relative_shift, "cosines": bias.cosines.tolist()},
         "variance": {
             **batch_variances(moments, pool, int(selection.counts.sum())), "kept": bias.variance,
             "bias_squared": bias.squared, "inside": pool.variances.tolist(), "between": moments.between,

@@ -83,6 +83,7 @@ def test_the_cheapest_point_moves_when_the_cap_binds():
     costs = np.array([[0.0, 2.0], [0.0, 0.5], [0.0, 1.0]])
     found = assign(costs, np.zeros(2, int), np.array([2, 3]))
     assert found.labels.tolist() == [0, 1, 0] and found.cost == 0.5 and found.num_moved == 1
+    assert found.cheapest_sizes.tolist() == [3, 0]
     assert 0.5 <= found.prices[0] - found.prices[1] <= 1.0
 
 

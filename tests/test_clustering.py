@@ -63,6 +63,7 @@ def test_bounds_hold_and_the_assignment_is_optimal_at_the_returned_centroids():
     costs = ((points[:, None] - found.centroids[None]) ** 2).sum(-1)
     from cluster_ds.assignment import assign
 
+    assert found.nearest_sizes.tolist() == np.bincount(costs.argmin(1), minlength=4).tolist() != found.sizes.tolist()
     optimum = assign(costs, np.full(4, found.floor), np.full(4, found.cap)).cost
     assert costs[np.arange(800), found.labels].sum() == pytest.approx(optimum, rel=1e-9)
     for c in range(4):  # converged: centroids are their members' means
