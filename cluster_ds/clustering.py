@@ -141,7 +141,8 @@ def cluster(
         labels, distances = labels[back], distances[back]
     return Clusters(
         labels=labels, distances=distances, centroids=centroids[rank], cap=cap, floor=floor,
-        num_moved=solution.num_moved, nearest_sizes=solution.cheapest_sizes[rank], gap=solution.gap, inertia=float((distances**2).sum()),
+        num_moved=solution.num_moved, nearest_sizes=solution.cheapest_sizes[rank], gap=solution.gap,
+        inertia=float((distances**2).sum()),
     )
 
 

@@ -100,7 +100,7 @@ def prepare_tokens(
     """
     label = "held-out" if held_out else "tokens"
 
-    def work() -> Path:
+    def work() -> tuple[Path, list[str]]:
         data = recipe.data
         sources = held_out_sources(recipe) if held_out else train_sources(recipe)
         records, reports = read_records(sources, data.max_bad_fraction)
@@ -114,16 +114,20 @@ def prepare_tokens(
         template = get_template(data.template, tokenizer)
         table, cached = build_tokens(records, template, tokenizer, data.max_length, cache_dir(recipe, output_dir))
         lines = [line for report in reports for line in report.lines()]
-        ranks.print(*(f"[{label}] {line}" for line in [*lines, *table.report.lines(records, data.max_length)]))
+        lines += table.report.lines(records, data.max_length)
+        ranks.print(*(f"[{label}] {line}" for line in lines))
         ranks.print(f"[{label}] {len(table)} samples" + (" (cached)" if cached else ""))
         if preview:
             print_preview(table, tokenizer, preview)
         table.report.require(
             max_bad_fraction=data.max_bad_fraction, max_masked_fraction=data.max_masked_fraction, max_length=data.max_length
         )
-        return table.folder
+        return table.folder, lines
 
-    return TokenTable(ranks.on_main(work))
+    folder, notes = ranks.on_main(work)
+    tokens = TokenTable(folder)
+    tokens.notes = notes
+    return tokens
 
 
 @dataclass

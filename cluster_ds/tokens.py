@@ -114,6 +114,7 @@ class TokenTable:
         sources: N names, the source of each sample.
         num_tokens: int64 [N].
         num_supervised: int64 [N], labels that the model is asked to predict (the first position has no predecessor).
+        notes: what reading and tokenising found, one finding a line; empty where it was not asked.
     """
 
     def __init__(self, folder: Path):
@@ -131,6 +132,7 @@ class TokenTable:
         self.offsets = np.load(folder / "offsets.npy")  # int64 [N + 1]
         self.num_tokens = np.diff(self.offsets)
         first = self.supervised[self.offsets[:-1]]
+        self.notes: list[str] = []
         self.num_supervised = np.add.reduceat(self.supervised, self.offsets[:-1], dtype=np.int64) - first
 
     def __len__(self) -> int:

@@ -11,6 +11,7 @@ from cluster_ds.files import write_text
 from cluster_ds.preflight import require_ready
 from cluster_ds.prepare import prepare, prepare_tokens
 from cluster_ds.recipe import Recipe
+from cluster_ds.report.selection import write_selection_report
 from cluster_ds.runs import launch, open_run
 
 
@@ -20,8 +21,10 @@ def run(recipe: Recipe, output_dir: Path, ranks: Ranks, args: argparse.Namespace
         prepare_tokens(recipe, output_dir, ranks, preview=args.preview)
         return
     ranks.on_main(lambda: require_ready(recipe, output_dir, ranks.world_size, training=False))
-    prepare(recipe, output_dir, ranks)
+    prepared = prepare(recipe, output_dir, ranks)
     ranks.on_main(lambda: write_text(output_dir / "recipe.yaml", recipe.to_yaml()))
+    world_size = ranks.world_size if ranks.world_size > 1 else recipe.hardware.ranks  # of the training to come
+    ranks.print(f"[report] {ranks.on_main(lambda: write_selection_report(recipe, prepared, output_dir, world_size))}")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..files import read_json, write_text
+from ..report.page import COLORS, Html, Trace, document, figure, join, paragraph, table
 from ..run_log import read_lines
 from .arms import ARMS, REFERENCE
 from .intervals import Difference, paired_difference
@@ -38,7 +37,7 @@ def write_tables(output_dir: Path) -> None:
         return
     tables = tables_of(entries, output_dir)
     write_text(output_dir / "comparison.md", markdown(tables))
-    write_text(output_dir / "comparison.html", page(tables, picture(entries)))
+    write_text(output_dir / "comparison.html", page(tables, entries))
 
 
 def tables_of(entries: list[dict[str, Any]], output_dir: Path) -> list[Table]:
@@ -82,45 +81,34 @@ def markdown(tables: Sequence[Table]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def page(tables: Sequence[Table], image: str) -> str:
+def page(tables: Sequence[Table], entries: list[dict[str, Any]]) -> str:
     """One self-contained HTML file."""
-    style = (
-        "body{font:15px/1.5 system-ui,sans-serif;max-width:80rem;margin:2rem auto;padding:0 1rem}"
-        "table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
-        "td,th{padding:.2rem .6rem;border-bottom:1px solid #ccc;text-align:right}"
-        "td:first-child,th:first-child{text-align:left}div{overflow-x:auto}"
-    )
-    parts = ["<h1>Comparison</h1>", *(f"<p>{html.escape(note)}</p>" for note in _NOTES), image]
-    for title, header, rows in tables:
-        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-        parts.append(f"<h2>{html.escape(title)}</h2><div><table><tr>{head}</tr>{body}</table></div>")
-    return (
-        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>Comparison</title><style>{style}</style></head>'
-        f"<body>{''.join(parts)}</body></html>\n"
-    )
+    lead = join([*(paragraph(note, "soft") for note in _NOTES), _picture(entries)])
+    return document("Comparison", lead, [(title, table(header, rows)) for title, header, rows in tables])
 
 
-def picture(entries: list[dict[str, Any]]) -> str:
-    """The differences with their intervals as SVG; "" where there is none."""
+def _picture(entries: list[dict[str, Any]]) -> Html:
+    """The differences with their intervals; nothing where there are none."""
     points = list(dict.fromkeys(e["point"] for e in entries))
     found = [(p, a, d) for p in points for a, d in differences([e for e in entries if e["point"] == p]).items()]
     if not found:
-        return ""
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 1 + 0.3 * len(found)), layout="constrained")
-    axes = figure.add_subplot()
-    for place, (_, _, d) in enumerate(reversed(found)):
-        color = "#888888" if d.verdict == "no difference seen" else "#1f77b4"
-        axes.errorbar(d.mean, place, xerr=[[d.mean - d.low], [d.high - d.mean]], fmt="o", capsize=3, color=color)
-    axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(found)), [", ".join(filter(None, (arm, point))) for point, arm, _ in reversed(found)])
-    axes.set_xlabel(f"test loss minus {REFERENCE}'s, nats (95 % interval; grey: no difference seen)")
-    text = io.StringIO()
-    FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None})
-    return text.getvalue().partition("<svg")[1] + text.getvalue().partition("<svg")[2]
+        return Html("")
+    traces: list[Trace] = []
+    for verdict, color in (("no difference seen", "#8a8a96"), ("lower", COLORS[2]), ("higher", COLORS[4])):
+        mine = [(", ".join(filter(None, (arm, point))), d) for point, arm, d in found if d.verdict == verdict]
+        if mine:
+            error = {"type": "data", "symmetric": False, "array": [d.high - d.mean for _, d in mine],
+                     "arrayminus": [d.mean - d.low for _, d in mine]}  # fmt: skip
+            traces.append({
+                "type": "scatter", "mode": "markers", "name": verdict, "x": [d.mean for _, d in mine],
+                "y": [name for name, _ in mine], "error_x": error, "marker": {"color": color, "size": 9},
+            })  # fmt: skip
+    names = [", ".join(filter(None, (arm, point))) for point, arm, _ in reversed(found)]
+    return figure(
+        traces, height=110 + 26 * len(found), showlegend=True,
+        xaxis={"title": {"text": f"test loss minus {REFERENCE}'s, nats, with 95 % intervals"}},
+        yaxis={"type": "category", "categoryorder": "array", "categoryarray": names},
+    )
 
 
 def _main_table(entries: list[dict[str, Any]], point: str) -> Table:
