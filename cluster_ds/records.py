@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .sources import BadRow, Place, Row, Unreadable, json_type, loads, read_rows
+from .json_values import json_type, loads
+from .sources import BadRow, Place, Row, Unreadable, read_rows
 from .templates import EMPTY_INPUTS, user_text
 
 # format -> our field -> the column it is read from
@@ -58,6 +59,7 @@ class Record:
     context: str = ""  # Alpaca's input column
     source: str = DEFAULT_SOURCE
     place: str = field(default="", compare=False)
+    row: int = field(default=0, compare=False)  # of all that its source holds, unreadable ones counted
 
 
 @dataclass
@@ -208,7 +210,7 @@ def _convert(rows: list[Row], report: ReadReport, seen: Counter[str]) -> list[Re
     to_turns = readers.get(report.format, _single_turn)
     used = set(report.columns.values())
     records: list[Record] = []
-    for row in rows:
+    for number, row in enumerate(rows):
         value = row.value
         try:
             if isinstance(value, BadRow):
@@ -230,7 +232,7 @@ def _convert(rows: list[Row], report: ReadReport, seen: Counter[str]) -> list[Re
         report.num_unprompted += all(not text for role, text in turns if role == "user")
         content = _content_id(turns, context)
         report.num_duplicates += seen[content] > 0
-        records.append(Record(f"{content}-{seen[content]}", turns, context, report.source, str(row.place)))
+        records.append(Record(f"{content}-{seen[content]}", turns, context, report.source, str(row.place), number))
         seen[content] += 1
     return records
 
@@ -314,7 +316,7 @@ def _text(row: dict[str, Any], column: str) -> str:
     if isinstance(value, str):
         if any("\ud800" <= char <= "\udfff" for char in value):
             raise BadRow(f"{column} is not valid Unicode (bytes that are not UTF-8, or half of a surrogate pair)")
-        return value
+        return str(value)
     if isinstance(value, float) and value != value:
         return ""  # how tables write a missing value
     if isinstance(value, (bool, int, float)):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-import json
 import os
 import re
 import sys
@@ -27,6 +26,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from .hub import download
+from .json_values import Number, json_type, loads
 
 SPLIT_NAMES = {  # split -> how files and folders of it are named
     "train": ("train", "training"),
@@ -361,7 +361,7 @@ def _values(column: pa.ChunkedArray) -> list[Any]:
         return [v if v is None else v.decode("utf-8", "surrogateescape") for v in column.cast(pa.large_binary()).to_pylist()]
     if types.is_float16(kind) or types.is_float32(kind):  # 3.1, not 3.0999999046325684
         as_numpy = np.float16 if types.is_float16(kind) else np.float32
-        return [None if v is None or v != v else str(as_numpy(v)) for v in column.to_pylist()]
+        return [None if v is None or v != v else Number(as_numpy(v)) for v in column.to_pylist()]
     if types.is_decimal(kind) or types.is_temporal(kind):
         return column.cast(pa.string()).to_pylist()
     return column.to_pylist()
@@ -385,14 +385,3 @@ def _parse(line: bytes) -> Any:
         return BadRow("not UTF-8")
     except (ValueError, RecursionError):
         return BadRow("not JSON")
-
-
-def loads(text: str) -> Any:
-    """Parse JSON; numbers keep their spelling, since an answer of 3.10 must not be learnt as 3.1. NaN is a missing value."""
-    return json.loads(text, parse_int=str, parse_float=str, parse_constant=lambda name: None if name == "NaN" else name)
-
-
-def json_type(value: Any) -> str:
-    """JSON's name for a value's type."""
-    names = {dict: "object", list: "list", str: "text", bool: "boolean", int: "number", float: "number"}
-    return "null" if value is None else names.get(type(value), type(value).__name__)

@@ -304,7 +304,7 @@ CASES = [
     Case("a chat in a single-turn template", rows_are(many(TWO_TURNS), "--set", "data.template=alpaca"), r"template 'alpaca' holds one user and one assistant turn, not \(user, assistant, user, assistant\): use chat"),
     Case("prompts fill the window", settings("data.max_length=4"), "no supervised token left in any of 24 rows after truncation to data.max_length 4"),
     Case("most rows are masked", settings("data.max_length=14", "data.max_masked_fraction=0.1"), r"15 of 24 rows have no supervised token within 14 tokens, more than data.max_masked_fraction 0.1 allows: raise data.max_length"),
-    Case("no text, only a list", rows_are(b"[1, 2]", name="rows.json"), r"none of 2 rows is an object with columns; the first is a JSON text \(row 1\)"),
+    Case("no text, only a list", rows_are(b"[1, 2]", name="rows.json"), r"none of 2 rows is an object with columns; the first is a JSON number \(row 1\)"),
     # models
     Case("model not to be had", settings("model.name_or_path=owner/name"), "model 'owner/name' is neither a path nor in .*launch/recipe.py fetch"),
     Case("model folder missing", settings("model.name_or_path=./nowhere"), "model folder ./nowhere does not exist"),
