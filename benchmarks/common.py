@@ -18,8 +18,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
+
+from cluster_ds.messages import show_table
 
 
 def alternate(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str, dict[str, float]]:
@@ -83,12 +83,8 @@ def machine() -> dict[str, object]:
 
 
 def show(title: str, columns: list[str], rows: list[list[object]]) -> None:
-    table = Table(title=title, title_justify="left")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right")
-    for row in rows:
-        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row))
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    text = [[f"{value:.4g}" if isinstance(value, float) else str(value) for value in row] for row in rows]
+    show_table(title, text, columns)
 
 
 def write(path: Path | None, result: dict) -> None:

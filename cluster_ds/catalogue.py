@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
 
 from .ds_config import resolve_config, zero_stage
 from .estimate import batch_text, memory_per_gpu, steps_text, total_bytes
 from .files import write_text
+from .messages import show_table
 from .recipe import Recipe
 from .recipe_file import RECIPES_DIR, available_recipes, find_recipe, load_recipe
 from .shapes import DATASET_ROWS, SHAPES, ModelShape
@@ -22,9 +19,7 @@ _HOME = Path(__file__).resolve().parent.parent
 
 def list_recipes() -> None:
     """Print the shipped recipes; steps are those of full data, where its size is known beforehand."""
-    table = Table(title="recipes")
-    for column in ("recipe", "model", "data", "ranks", "ZeRO", "optimizer", "steps on full data"):
-        table.add_column(column, overflow="fold")
+    lines = []
     for name in available_recipes():
         recipe = load_recipe(name)
         train = recipe.train
@@ -33,11 +28,11 @@ def list_recipes() -> None:
         steps = str(-(-rows // train.global_batch_size) * train.epochs) if rows else ""
         data = ", ".join(source.path for source in recipe.data.all_sources.values())
         kind = "CPU" if is_for_cpu(recipe) else "GPU"
-        table.add_row(
+        lines.append((
             name, recipe.model.name_or_path, data, f"{recipe.hardware.ranks} {kind}", f"{stage} ({recipe.deepspeed.config})",
             train.optimizer, steps,
-        )
-    Console(width=None if sys.stdout.isatty() else 150).print(table)
+        ))  # fmt: skip
+    show_table("recipes", lines, ("recipe", "model", "data", "ranks", "ZeRO", "optimizer", "steps on full data"))
 
 
 def is_for_cpu(recipe: Recipe) -> bool:

@@ -29,6 +29,7 @@ from .engine import ClusterEngine, LossFn
 from .loader import ClusterLoader, Collate, pack, pad, stack
 from .lora import base_of
 from .loss import LossHead
+from .messages import unless_it_fails
 from .plan import Plan
 from .schedule import Schedule
 
@@ -36,7 +37,8 @@ from .schedule import Schedule
 def join_deepspeed() -> None:  # collective
     """DeepSpeed's communication on the process group that is there, or on a new one; zero.Init needs it before the model."""
     build_cpu_communication()
-    deepspeed.init_distributed(verbose=False)
+    with unless_it_fails():  # every rank says that an op is built
+        deepspeed.init_distributed(verbose=False)
     if on_gpu():  # DeepSpeed would do so only inside initialize(), after our first collective
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     else:

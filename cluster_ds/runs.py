@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 from safetensors import SafetensorError
-from transformers.utils.logging import disable_progress_bar
 
 from .arguments import add_recipe_arguments, recipe_from_args
 from .distributed import PeerError, Ranks, is_peer_gone, ranks_of_job
 from .dry_run import duration, prediction_of, training_seconds
 from .files import is_disk_full, read_json, write_json
+from .messages import quiet_libraries, show_table
 from .models import attention_of, load_model, load_tokenizer, model_hash, pad_token_id
 from .plan import counts_text
 from .prepare import Prepared, cache_dir, extraction_dtype, prepare_tokens
@@ -40,8 +38,9 @@ def launch(parser: argparse.ArgumentParser, work: Callable[[Recipe, Path, Ranks,
     """Parse the arguments, join the job, do the work; what a user can mend becomes one message and exit code 2."""
     add_recipe_arguments(parser)
     args = parser.parse_args()
-    disable_progress_bar()  # transformers' own: two lines of every rank for every load
     rank = int(os.environ.get("RANK", 0))
+    if not args.verbose:
+        quiet_libraries(rank)
 
     def refuse(message: str) -> NoReturn:
         print(f"error: {message}" if rank == 0 else f"error on rank {rank}: {message}", file=sys.stderr, flush=True)
@@ -204,23 +203,24 @@ def print_summary(
         }
     if not result.reused or not (output_dir / "summary.json").is_file():
         write_json(output_dir / "summary.json", summary)
-    table = Table(title=f"{recipe.name}: summary", show_header=False)
-    table.add_row("samples", str(m["num_samples"]))
-    table.add_row("kept", f"{m['num_kept']} ({summary['kept_fraction']:.1%}), {counts_text(np.array(m['counts']))}")
-    table.add_row("cluster sizes", ", ".join(map(str, m["sizes"])))
-    table.add_row("weights", ", ".join(f"{w:.3f}" for w in m["weights"]))
-    table.add_row("seconds", ", ".join(f"{k} {v:.0f}" if v else f"{k} reused" for k, v in stages.items()))
-    table.add_row("seconds in all", f"{seconds:.0f}")
+    rows = [
+        ("samples", str(m["num_samples"])),
+        ("kept", f"{m['num_kept']} ({summary['kept_fraction']:.1%}), {counts_text(np.array(m['counts']))}"),
+        ("cluster sizes", ", ".join(map(str, m["sizes"]))), ("weights", ", ".join(f"{w:.3f}" for w in m["weights"])),
+        ("seconds", ", ".join(f"{k} {v:.0f}" if v else f"{k} reused" for k, v in stages.items())),
+        ("seconds in all", f"{seconds:.0f}"),
+    ]
     if "prediction" in summary:
         told = summary["prediction"]
         for what in ("steps", "extraction"):
             predicted, measured = told[f"{what}_predicted"], told[f"{what}_measured"]
             ratio = f" ({predicted / measured:.2f} x)" if measured else ", reused"
-            table.add_row(f"{what}, predicted", f"{duration(predicted)}; measured {duration(measured)}{ratio}")
+            rows.append((f"{what}, predicted", f"{duration(predicted)}; measured {duration(measured)}{ratio}"))
     if before and after:
         first, last = before["sample_mean"], after["sample_mean"]
-        table.add_row("held-out loss", f"{first:.4f} before, {last:.4f} after ({last - first:+.4f})")
-    table.add_row("model", str(result.model))
-    table.add_row("plan, log", f"{output_dir / 'plan'}, {output_dir / 'log.jsonl'}")
-    table.add_row("try next", f"the same command with --set selection.ratio=0.5 --output_dir {output_dir}_half")
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+        rows.append(("held-out loss", f"{first:.4f} before, {last:.4f} after ({last - first:+.4f})"))
+    rows += [
+        ("model", str(result.model)), ("plan, log", f"{output_dir / 'plan'}, {output_dir / 'log.jsonl'}"),
+        ("try next", f"the same command with --set selection.ratio=0.5 --output_dir {output_dir}_half"),
+    ]
+    show_table(f"{recipe.name}: summary", rows)

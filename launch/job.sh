@@ -114,7 +114,7 @@ _cds_requeue() {
 }
 
 cds_train() {
-    local recipe="$1" devices argument probe=""
+    local recipe="$1" devices argument probe="" quiet=--quiet # the launcher's own lines are left out, errors apart
     local -a launcher=() told=()
     shift
     devices="$(_cds_devices)"
@@ -124,6 +124,7 @@ cds_train() {
         case "$argument" in
             --dry_run) cds_dry_run=1 ;;
             --probe | --probe=*) probe=1 ;;
+            --verbose) quiet="" ;;
         esac
     done
     if [ -n "$cds_dry_run" ] && [ -z "$probe" ]; then # outside of a job the devices here say nothing about those of one
@@ -136,6 +137,7 @@ cds_train() {
         "$PYTHON" "$CLUSTER_DS_HOME/launch/recipe.py" check "$recipe" --before_job "${told[@]}" "${cds_options[@]}" || return
     fi
     _cds_launcher "$devices" || return
+    [ -z "$quiet" ] || launcher+=("$quiet")
 
     # The launcher would kill its ranks; rank 0, maybe on another node, looks for this file instead.
     cds_stop_file="$PWD"

@@ -235,17 +235,35 @@ def test_twenty_thousand_rows(tmp_path):
         assert problems == []
 
 
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory) -> Path:
+    """The finished run in $CLUSTER_DS_RUN, with its output beside it as NAME.out, or else `tiny`, which is run."""
+    if "CLUSTER_DS_RUN" in os.environ:
+        return Path(os.environ["CLUSTER_DS_RUN"]).resolve()
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    with folder.with_suffix(".out").open("w") as log:
+        command = ["bash", ROOT / "recipes" / "tiny.sh", "--output_dir", folder]
+        subprocess.run(command, check=True, timeout=900, stdout=log, stderr=subprocess.STDOUT)
+    return folder
+
+
 @needs_browser
 @pytest.mark.slow
-def test_the_reports_of_a_whole_run(tmp_path):
-    """Of the finished run in $CLUSTER_DS_RUN, or else of `tiny`, which is run."""
+def test_the_reports_of_a_whole_run(whole_run):
     pytest.importorskip("playwright")
-    folder = Path(os.environ.get("CLUSTER_DS_RUN", tmp_path / "runs" / "tiny")).resolve()
-    if not (folder / training.NAME).is_file():
-        subprocess.run(["bash", ROOT / "recipes" / "tiny.sh", "--output_dir", folder], check=True, timeout=900)
     for name in (selection.NAME, training.NAME):
-        with opened(folder / name) as (page, problems):
+        with opened(whole_run / name) as (page, problems):
             show_everything(page)
             if name == selection.NAME:
                 hover_and_legend(page)
             assert problems == []
+
+
+@pytest.mark.slow
+def test_the_log_of_a_whole_job(whole_run):
+    """Ours from the first line to the last, short, and nothing twice."""
+    lines = whole_run.with_suffix(".out").read_text().splitlines()
+    assert 30 < len(lines) < 120
+    tagged = r"\[(run|tokens|memory|proxies|plan|report|held-out|train|census)\] \S|(  \S|\w+: summary$)|(converting|pretraining) "
+    assert [line for line in lines if not re.match(tagged, line)] == []
+    assert [line for line, count in Counter(lines).items() if count > 1] == []

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
-from rich.table import Table
 
 from ..files import is_committed, read_json, write_json
+from ..messages import show_table
 from ..models import model_folder, model_hash
 from ..recipe import ModelSection
 
@@ -137,15 +136,12 @@ def require_same(path: Path, settings: dict[str, Any], *, started: bool) -> None
 
 def print_results(result: dict[str, Any], output_dir: Path) -> None:
     """One table for people."""
-    table = Table(title=result["label"])
-    for column in ("score", "value", "95 % interval", "right", "n"):
-        table.add_column(column, justify="left" if column == "score" else "right")
+    rows = []
     for name, score in result["scores"].items():
         low, high = score["interval_95"]
         right = str(score.get("right", ""))
-        table.add_row(name, f"{score['value']:.3f}", f"{low:.3f} to {high:.3f}", right, str(score["n"]))
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(table)
+        rows.append((name, f"{score['value']:.3f}", f"{low:.3f} to {high:.3f}", right, str(score["n"])))
+    show_table(result["label"], rows, ("score", "value", "95 % interval", "right", "n"))
     notes = [*result.get("notes", []), f"results: {output_dir / RESULTS}"]
     print(*(f"[eval] {note}" for note in notes), sep="\n", flush=True)
 

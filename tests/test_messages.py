@@ -1,0 +1,52 @@
+"""Tables and libraries' messages, on a terminal and in a job's log."""
+
+import subprocess
+import sys
+
+import pytest
+
+from cluster_ds.messages import show_table, unless_it_fails
+
+from .conftest import ROOT
+
+
+def test_a_table_in_a_log(capsys):
+    show_table("scores", [("humaneval", "0.250", "41"), ("pass", "12.5", "")], ("score", "value", "right"))
+    assert capsys.readouterr().out == (
+        "scores\n  score      value  right\n  humaneval  0.250     41\n  pass        12.5\n"
+    )
+    show_table("facts", [("kept", "3 of 4"), ("a longer name", "7")])
+    assert capsys.readouterr().out == "facts\n  kept           3 of 4\n  a longer name  7\n"
+
+
+def test_a_table_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    show_table("facts", [("kept", "3 of 4")])
+    assert "│ kept │ 3 of 4 │" in capsys.readouterr().out
+
+
+def test_what_fails_is_not_held_back(capsys):
+    with unless_it_fails():
+        print("built")
+    assert capsys.readouterr().out == ""
+    with pytest.raises(OSError), unless_it_fails():
+        print("building")
+        raise OSError
+    assert capsys.readouterr().out == "building\n"
+
+
+@pytest.mark.parametrize(("rank", "said"), [(0, ["of this run", "of a library"]), (1, [])])
+def test_warnings_are_said_once(rank, said):
+    program = f"""
+import logging, sys, warnings
+sys.path.insert(0, {str(ROOT)!r})
+from cluster_ds.messages import quiet_libraries
+quiet_libraries({rank})
+for _ in range(3):
+    warnings.warn("of this run")
+    warnings.warn("of the future", FutureWarning)
+logging.getLogger("transformers").warning("of a library")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert [text for text in ("of this run", "of the future", "of a library") if text in done.stderr] == said
+    assert done.stderr.count("UserWarning: of this run") == (rank == 0)
