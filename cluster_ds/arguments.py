@@ -15,7 +15,6 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     add_override_argument(parser)
     parser.add_argument("--deepspeed_config", metavar="FILE", help="replaces deepspeed.config of the recipe")
     parser.add_argument("--output_dir", type=Path, help="default: runs/<recipe name>")
-    parser.add_argument("--verbose", action="store_true", help="let libraries say all that they have to say, on every rank")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # passed by the deepspeed launcher
     parser.add_argument("--stop_file", help=argparse.SUPPRESS)  # passed by launch/job.sh
 

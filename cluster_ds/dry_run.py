@@ -139,6 +139,16 @@ def training_seconds(plan: Plan, recipe: Recipe, probe: dict[str, Any]) -> float
     return float(loads.max(axis=1).sum()) * probe["seconds_per_token"]
 
 
+def prediction_rows(told: dict[str, Any]) -> list[list[str]]:
+    """A summary's prediction in words: what, predicted, measured, their ratio."""
+    rows = []
+    for what in ("steps", "extraction"):
+        predicted, measured = told[f"{what}_predicted"], told[f"{what}_measured"]
+        ratio = f"{predicted / measured:.2f} x" if measured else ""
+        rows.append([what, duration(predicted), duration(measured) if measured else "reused", ratio])
+    return rows
+
+
 def duration(seconds: float) -> str:
     """E.g. "2.1 h", "3.4 min", "12 s"."""
     if seconds >= 3600:

@@ -19,7 +19,8 @@ from .plan import Plan
 from .prepare import train_sources
 from .recipe import Recipe
 from .records import Record, read_records
-from .sources import Unreadable, read_rows
+from .sources import Unreadable, find_files, read_rows
+from .templates import user_text
 
 OURS = ("sample_id", "cluster", "weight", "distance")
 _EQUAL = 0.05  # spread of weights over their mean that rounded proportional quotas leave
@@ -35,18 +36,20 @@ class Kept:
 
     Attributes:
         name: of the recipe.
-        paths: of each source.
+        sources: of each source what it is read from: path, revision, split, subset, and its files in order.
         records: n kept samples as they are trained on.
         values: n rows with their original columns.
         ours: n rows with what the plan says of each.
+        weights: float64 [n].
         notes: what a reader of the export should know.
     """
 
     name: str
-    paths: dict[str, str]
+    sources: dict[str, dict[str, Any]]
     records: list[Record]
     values: list[dict[str, Any]]
     ours: list[dict[str, Any]]
+    weights: np.ndarray
     notes: list[str]
 
 
@@ -62,36 +65,47 @@ def kept_rows(recipe: Recipe, plan: Plan) -> Kept:
     sources = train_sources(recipe)
     records, _ = read_records(sources, recipe.data.max_bad_fraction)
     place = {name: i for i, name in enumerate(plan.ids)}
-    chosen = [(record, place[record.id]) for record in records if record.id in place and plan.kept[place[record.id]]]
+    records = [record for record in records if record.id in place and plan.kept[place[record.id]]]
     number = int(plan.kept.sum())
-    if len(chosen) != number:
+    if len(records) != number:
         raise ValueError(
-            f"{number - len(chosen)} of {number} kept samples are not in the data any more: give the recipe and the files "
+            f"{number - len(records)} of {number} kept samples are not in the data any more: give the recipe and the files "
             "that the plan was made with"
         )
-    contents = {
-        name: read_rows(s.path, revision=s.revision, split=s.split, subset=s.subset)[0] for name, s in sources.items()
-    }
-    values: list[dict[str, Any]] = [contents[record.source][record.row].value for record, _ in chosen]
-    unreadable = sorted({column for value in values for column, cell in value.items() if isinstance(cell, Unreadable)})
-    notes = [f"columns {', '.join(unreadable)} are of a kind that cannot be written as text: left out"] if unreadable else []
-    present = {column for value in values for column in value}
-    named = [*OURS, "source"] if len(sources) > 1 else list(OURS)
-    taken = [name for name in named if name in present]
-    if taken:
-        notes.append(f"the data have columns {', '.join(taken)} of their own: the plan's are called cluster_ds_...")
-    names = {name: f"cluster_ds_{name}" if taken else name for name in named}
-    ours = []
-    for record, i in chosen:
-        distance = None if math.isnan(plan.distance[i]) else float(plan.distance[i])
-        said = {"sample_id": record.id, "cluster": int(plan.cluster[i]), "weight": float(plan.weight[i]),
-                "distance": distance, "source": record.source}  # fmt: skip
-        ours.append({names[name]: said[name] for name in named})
+    read: dict[str, dict[str, Any]] = {}
+    contents = {}
+    for name, source in sources.items():
+        how: dict[str, Any] = {"revision": source.revision, "split": source.split, "subset": source.subset}
+        contents[name] = read_rows(source.path, **how)[0]
+        read[name] = {"path": source.path, **how, "files": [file for file, _ in find_files(source.path, **how)[0]]}
+    values, notes = _columns([contents[record.source][record.row].value for record in records])
+    said = _said(plan, records, [place[record.id] for record in records], len(sources) > 1)
     if plan.redraw_seed is not None:
         notes.append("the plan draws other samples in every epoch; these are the first epoch's")
-    cleaned = [{c: _plain(v) for c, v in value.items() if c not in unreadable} for value in values]
-    paths = {name: source.path for name, source in sources.items()}
-    return Kept(recipe.name, paths, [record for record, _ in chosen], cleaned, ours, notes)
+    prefix = ""
+    while any(f"{prefix}{name}" in value for value in values for name in said[0]):
+        prefix += "cluster_ds_"
+    if prefix:
+        notes.append(f"the data have columns of the plan's names: the plan's are called {prefix}weight and so on")
+    ours = [{f"{prefix}{name}": value for name, value in row.items()} for row in said]
+    return Kept(recipe.name, read, records, values, ours, plan.weight[[place[record.id] for record in records]], notes)
+
+
+def _columns(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows' columns as JSON has them, and what is left out."""
+    unreadable = sorted({column for row in rows for column, cell in row.items() if isinstance(cell, Unreadable)})
+    notes = [f"columns {', '.join(unreadable)} are of a kind that cannot be written as text: left out"] if unreadable else []
+    return [{c: _plain(cell) for c, cell in row.items() if c not in unreadable} for row in rows], notes
+
+
+def _said(plan: Plan, records: list[Record], places: list[int], with_source: bool) -> list[dict[str, Any]]:
+    """What the plan says of each record."""
+    out = []
+    for record, i in zip(records, places, strict=True):
+        distance = None if math.isnan(plan.distance[i]) else float(plan.distance[i])
+        row = {"sample_id": record.id, "cluster": int(plan.cluster[i]), "weight": float(plan.weight[i])}
+        out.append({**row, "distance": distance, **({"source": record.source} if with_source else {})})
+    return out
 
 
 def weights_note(kept: Kept, reads_weights: bool) -> str | None:
@@ -101,7 +115,7 @@ def weights_note(kept: Kept, reads_weights: bool) -> str | None:
         kept: the rows.
         reads_weights: whether the format at least carries them.
     """
-    weights = np.array([next(value for name, value in row.items() if name.endswith("weight")) for row in kept.ours])
+    weights = kept.weights
     if np.ptp(weights) < _EQUAL * weights.mean():
         return None
     spread = f"weights go from {weights.min():.3f} to {weights.max():.3f}"
@@ -135,18 +149,21 @@ def write_parquet(kept: Kept, path: Path) -> list[Path]:
             arrays[column] = pa.array([row.get(column) for row in rows])
         except (pa.ArrowException, OverflowError) as error:
             raise ValueError(f"column {column} has no one type ({error}): export --to jsonl") from None
-    with commit_file(path) as part:
-        pq.write_table(pa.table(arrays), part)
+    try:
+        with commit_file(path) as part:
+            pq.write_table(pa.table(arrays), part)
+    except pa.ArrowException as error:  # e.g. objects without any field
+        raise ValueError(f"Parquet cannot hold these columns ({error}): export --to jsonl") from None
     return [path]
 
 
 def write_indices(kept: Kept, path: Path) -> list[Path]:
-    """Row numbers from 0 of each source, all its rows counted, for `datasets.Dataset.select`; with what the plan says."""
+    """Row numbers from 0 over the files of each source in their order, all rows counted, for `datasets.Dataset.select`."""
     out: dict[str, Any] = {}
-    for source, place in kept.paths.items():
+    for source, read in kept.sources.items():
         mine = [i for i, record in enumerate(kept.records) if record.source == source]
         said = {name: [kept.ours[i][name] for i in mine] for name in (kept.ours[0] if kept.ours else ())}
-        out[source] = {"path": place, "indices": [kept.records[i].row for i in mine], **said}
+        out[source] = {**read, "indices": [kept.records[i].row for i in mine], **said}
     write_json(path, out)
     return [path]
 
@@ -166,7 +183,11 @@ def write_llamafactory(kept: Kept, folder: Path) -> list[Path]:
             row: dict[str, Any] = {"instruction": turns["user"], "input": record.context, "output": turns["assistant"],
                                    "system": turns.get("system", "")}  # fmt: skip
         else:
-            row = {"messages": [{"role": role, "content": text} for role, text in record.turns]}
+            first = next(i for i, (role, _) in enumerate(record.turns) if role == "user") if record.context else None
+            row = {"messages": [
+                {"role": role, "content": user_text(text, record.context) if i == first else text}
+                for i, (role, text) in enumerate(record.turns)
+            ]}  # fmt: skip
         rows.append({**row, **said})
     if simple:
         columns = {"prompt": "instruction", "query": "input", "response": "output", "system": "system"}
@@ -188,14 +209,15 @@ TARGETS: dict[str, tuple[Callable[[Kept, Path], list[Path]], str, bool]] = {
 
 
 def _plain(value: Any) -> Any:
-    """A cell as JSON has it."""
+    """A cell as JSON has it: what is not finite is null, bytes that are no text become U+FFFD, other types their text."""
     if isinstance(value, Number):
-        number = json.loads(value)
-        return number if isinstance(number, int) or math.isfinite(number) else str(value)
+        return int(value) if value.lstrip("-").isdigit() else _plain(float(value))
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return "".join("\ufffd" if "\ud800" <= char <= "\udfff" else char for char in value)
     if isinstance(value, dict):
         return {name: _plain(cell) for name, cell in value.items()}
     if isinstance(value, list):
         return [_plain(cell) for cell in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    return value if value is None or isinstance(value, (bool, int)) else str(value)

@@ -23,7 +23,7 @@ def show_table(title: str, rows: Sequence[Sequence[str]], header: Sequence[str] 
         rows: of text; columns of numbers are aligned to the right.
         header: names of the columns; none for a list of facts.
     """
-    columns = list(zip(*rows, strict=True))
+    columns: list[tuple[str, ...]] = list(zip(*rows, strict=True)) or [() for _ in header]
     numeric = [bool(header) and all(cell[:1] in "0123456789+-." for cell in column) for column in columns]
     if sys.stdout.isatty():
         table = Table(title=title, show_header=bool(header))
@@ -33,7 +33,8 @@ def show_table(title: str, rows: Sequence[Sequence[str]], header: Sequence[str] 
             table.add_row(*row)
         Console().print(table)
         return
-    lines = [list(header), *map(list, rows)] if header else list(map(list, rows))
+    lines = [list(header)] if header else []
+    lines += map(list, rows)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     print(title)
     for line in lines:

@@ -124,10 +124,7 @@ def prepare_tokens(
         )
         return table.folder, lines
 
-    folder, notes = ranks.on_main(work)
-    tokens = TokenTable(folder)
-    tokens.notes = notes
-    return tokens
+    return TokenTable(*ranks.on_main(work))
 
 
 @dataclass

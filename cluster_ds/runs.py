@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from .arguments import add_recipe_arguments, recipe_from_args
 from .distributed import PeerError, Ranks, is_peer_gone, ranks_of_job
-from .dry_run import duration, prediction_of, training_seconds
+from .dry_run import prediction_of, prediction_rows, training_seconds
 from .files import is_disk_full, read_json, write_json
 from .messages import quiet_libraries, show_table
 from .models import attention_of, load_model, load_tokenizer, model_hash, pad_token_id
@@ -37,6 +37,7 @@ _held: list[IO[str]] = []  # lock files of this process, open until it ends
 def launch(parser: argparse.ArgumentParser, work: Callable[[Recipe, Path, Ranks, argparse.Namespace], None]) -> None:
     """Parse the arguments, join the job, do the work; what a user can mend becomes one message and exit code 2."""
     add_recipe_arguments(parser)
+    parser.add_argument("--verbose", action="store_true", help="let libraries say all that they have to say, on every rank")
     args = parser.parse_args()
     rank = int(os.environ.get("RANK", 0))
     if not args.verbose:
@@ -178,6 +179,20 @@ def held_out_losses(
     return losses, False
 
 
+def report(write: Callable[[], Path | None], ranks: Ranks) -> None:  # collective
+    """Let rank 0 write a page for people; what goes wrong with it is said and ends no run, a full disk apart."""
+
+    def work() -> str:
+        try:
+            return str(write() or "there is no log.jsonl, so no page on the training")
+        except Exception as error:
+            if is_disk_full(error):
+                raise
+            return f"warning: a page could not be made ({type(error).__name__}: {error}); the run is not touched by that"
+
+    ranks.print(f"[report] {ranks.on_main(work)}")
+
+
 def print_summary(
     recipe: Recipe, prepared: Prepared, result: TrainResult, before: dict[str, float] | None,
     after: dict[str, float] | None, output_dir: Path, ranks: Ranks, seconds: float,
@@ -191,7 +206,7 @@ def print_summary(
         "samples": m["num_samples"], "kept": m["num_kept"], "kept_fraction": m["num_kept"] / m["num_samples"],
         "sizes": m["sizes"], "weights": m["weights"], "steps": result.num_steps, "seconds": stages,
         "total_seconds": seconds, "held_out_before": before, "held_out_after": after, "model": str(result.model),
-        "plan_hash": prepared.plan.hash,
+        "plan_hash": prepared.plan.hash, "world_size": ranks.world_size,
     }
     probe = prediction_of(output_dir, ranks.world_size, recipe)
     log = output_dir / "log.jsonl"
@@ -211,11 +226,8 @@ def print_summary(
         ("seconds in all", f"{seconds:.0f}"),
     ]
     if "prediction" in summary:
-        told = summary["prediction"]
-        for what in ("steps", "extraction"):
-            predicted, measured = told[f"{what}_predicted"], told[f"{what}_measured"]
-            ratio = f" ({predicted / measured:.2f} x)" if measured else ", reused"
-            rows.append((f"{what}, predicted", f"{duration(predicted)}; measured {duration(measured)}{ratio}"))
+        for what, predicted, measured, ratio in prediction_rows(summary["prediction"]):
+            rows.append((f"{what}, predicted", f"{predicted}; measured {measured}" + (f" ({ratio})" if ratio else "")))
     if before and after:
         first, last = before["sample_mean"], after["sample_mean"]
         rows.append(("held-out loss", f"{first:.4f} before, {last:.4f} after ({last - first:+.4f})"))

@@ -114,10 +114,10 @@ class TokenTable:
         sources: N names, the source of each sample.
         num_tokens: int64 [N].
         num_supervised: int64 [N], labels that the model is asked to predict (the first position has no predecessor).
-        notes: what reading and tokenising found, one finding a line; empty where it was not asked.
+        notes: what reading and tokenising found, one finding a line; empty where nobody read.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, notes: Sequence[str] = ()):
         """Open a finished folder."""
         self.folder = folder
         meta = read_json(folder / "manifest.json")
@@ -132,7 +132,7 @@ class TokenTable:
         self.offsets = np.load(folder / "offsets.npy")  # int64 [N + 1]
         self.num_tokens = np.diff(self.offsets)
         first = self.supervised[self.offsets[:-1]]
-        self.notes: list[str] = []
+        self.notes = list(notes)
         self.num_supervised = np.add.reduceat(self.supervised, self.offsets[:-1], dtype=np.int64) - first
 
     def __len__(self) -> int:

@@ -12,7 +12,7 @@ from cluster_ds.preflight import require_ready
 from cluster_ds.prepare import prepare, prepare_tokens
 from cluster_ds.recipe import Recipe
 from cluster_ds.report.selection import write_selection_report
-from cluster_ds.runs import launch, open_run
+from cluster_ds.runs import launch, open_run, report
 
 
 def run(recipe: Recipe, output_dir: Path, ranks: Ranks, args: argparse.Namespace) -> None:
@@ -24,7 +24,7 @@ def run(recipe: Recipe, output_dir: Path, ranks: Ranks, args: argparse.Namespace
     prepared = prepare(recipe, output_dir, ranks)
     ranks.on_main(lambda: write_text(output_dir / "recipe.yaml", recipe.to_yaml()))
     world_size = ranks.world_size if ranks.world_size > 1 else recipe.hardware.ranks  # of the training to come
-    ranks.print(f"[report] {ranks.on_main(lambda: write_selection_report(recipe, prepared, output_dir, world_size))}")
+    report(lambda: write_selection_report(recipe, prepared, output_dir, world_size), ranks)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from cluster_ds.recipe import Recipe
 from cluster_ds.report.selection import write_selection_report
 from cluster_ds.report.training import write_training_report
 from cluster_ds.run_log import census
-from cluster_ds.runs import evaluate_held_out, held_out_tokens, launch, open_run, print_summary
+from cluster_ds.runs import evaluate_held_out, held_out_tokens, launch, open_run, print_summary, report
 from cluster_ds.training import train
 
 
@@ -35,8 +35,7 @@ def run(recipe: Recipe, output_dir: Path, ranks: Ranks, args: argparse.Namespace
     if args.resume:
         ranks.on_main(lambda: find_checkpoint(output_dir / "checkpoints", args.resume))  # refuses what is not there
     prepared = prepare(recipe, output_dir, ranks)
-    report = ranks.on_main(lambda: write_selection_report(recipe, prepared, output_dir, ranks.world_size))
-    ranks.print(f"[report] {report}")
+    report(lambda: write_selection_report(recipe, prepared, output_dir, ranks.world_size), ranks)
     held_out = held_out_tokens(recipe, output_dir, ranks)
     before = evaluate_held_out(recipe, held_out, prepared.model_folder, output_dir, ranks, label="before")
     result = train(recipe, prepared, output_dir, ranks, args.resume, held_out)
@@ -44,7 +43,7 @@ def run(recipe: Recipe, output_dir: Path, ranks: Ranks, args: argparse.Namespace
     lines = ranks.on_main(lambda: census(output_dir, prepared.plan, result.num_steps, result.stopped_early))
     ranks.print(*(f"[census] {line}" for line in lines))
     print_summary(recipe, prepared, result, before, after, output_dir, ranks, time.perf_counter() - started)
-    ranks.print(f"[report] {ranks.on_main(lambda: write_training_report(recipe, prepared, output_dir, ranks.world_size))}")
+    report(lambda: write_training_report(recipe, prepared, output_dir), ranks)
 
 
 if __name__ == "__main__":

@@ -87,6 +87,7 @@ def test_indices_select_the_same_rows_of_the_source(single):
     recipe, plan, folder = single
     (path,) = write_indices(kept_rows(recipe, plan), folder / "indices.json")
     found = json.loads(path.read_text())["data"]
+    assert (found["files"], found["split"], found["subset"]) == (["data.jsonl"], "train", None)
     assert found["indices"] == [1, 3, 6, 8]  # the row that is excluded counts
     chosen = load_dataset("json", data_files=found["path"], cache_dir=str(folder / "cache"))["train"].select(found["indices"])
     assert chosen["instruction"][:] == [ROWS[i]["instruction"] for i in (1, 2, 5, 7)]
@@ -107,7 +108,7 @@ def test_several_sources_of_several_formats(tmp_path):
     kept = kept_rows(recipe, plan)
     assert kept.notes == [
         "columns vector are of a kind that cannot be written as text: left out",
-        "the data have columns weight of their own: the plan's are called cluster_ds_...",
+        "the data have columns of the plan's names: the plan's are called cluster_ds_weight and so on",
     ]
     rows = [json.loads(line) for line in write_jsonl(kept, tmp_path / "out.jsonl")[0].read_text().splitlines()]
     assert [row["cluster_ds_source"] for row in rows] == ["code", "code", "rest", "rest"]
@@ -144,6 +145,44 @@ def test_chats_for_llamafactory(tmp_path):
     assert entry["formatting"] == "sharegpt" and entry["tags"]["user_tag"] == "user"
     table = load_dataset("json", data_files=str(path), cache_dir=str(tmp_path / "cache"))["train"]
     assert [[m["content"] for m in row] for row in table["messages"]] == [["s", "a", "b"], ["s", "a", "b", "a", "b"]]
+
+
+def test_an_input_column_beside_chats(tmp_path):
+    turns = [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "b")) * 2]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(2)))
+    (tmp_path / "alpaca.jsonl").write_text(json.dumps({"instruction": "add", "input": "1 and 2", "output": "3"}) + "\n")
+    sources = f"sources: {{chats: {{path: {tmp_path}/chats.jsonl}}, alpaca: {{path: {tmp_path}/alpaca.jsonl}}}}"
+    recipe, plan = plan_of(tmp_path, sources, [0, 2])
+    rows = json.loads(write_llamafactory(kept_rows(recipe, plan), tmp_path / "lf")[0].read_text())
+    assert [message["content"] for message in rows[1]["messages"]] == ["add\n\n1 and 2", "3"]
+
+
+def test_cells_that_json_and_parquet_have_no_place_for(tmp_path):
+    (tmp_path / "data.jsonl").write_text(
+        '{"instruction": "a", "output": "x", "score": 1e999, "meta": {}, "who": "\\ud800"}\n'
+        '{"instruction": "b", "output": "y", "score": 12, "meta": {}, "who": "b"}\n'
+        '{"instruction": "c", "output": "z", "score": 1.50, "meta": {}, "who": null}\n'
+    )
+    recipe, plan = plan_of(tmp_path, f"path: {tmp_path}/data.jsonl", [0, 1, 2])
+    kept = kept_rows(recipe, plan)
+    rows = [json.loads(line) for line in write_jsonl(kept, tmp_path / "out.jsonl")[0].read_text().splitlines()]
+    assert [row["score"] for row in rows] == [None, 12, 1.5] and [row["who"] for row in rows] == ["\ufffd", "b", None]
+    with pytest.raises(ValueError, match=r"Parquet cannot hold these columns .*: export --to jsonl"):
+        write_parquet(kept, tmp_path / "out.parquet")
+    assert not list(tmp_path.glob("out.parquet*"))
+
+
+def test_cells_of_tables(tmp_path):
+    pq.write_table(
+        pa.table({
+            "instruction": ["a", "b"], "output": ["x", "y"], "score": pa.array([np.inf, 1.5], pa.float32()), "wide": [np.nan, 2.0],
+            "seen": [[datetime(2026, 1, 2)], []], "raw": pa.array([b"\xff\xfe", b"ok"], pa.binary()),
+        }), tmp_path / "data.parquet",
+    )  # fmt: skip
+    recipe, plan = plan_of(tmp_path, f"path: {tmp_path}/data.parquet", [0, 1])
+    rows = [json.loads(line) for line in write_jsonl(kept_rows(recipe, plan), tmp_path / "out.jsonl")[0].read_text().splitlines()]
+    assert rows[0]["score"] is None and rows[1]["score"] == 1.5 and rows[0]["wide"] is None
+    assert rows[0]["seen"] == ["2026-01-02 00:00:00"] and rows[0]["raw"] == "\ufffd\ufffd" and rows[1]["raw"] == "ok"
 
 
 def test_what_becomes_of_the_weights_is_said(single):

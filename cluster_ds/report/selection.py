@@ -5,19 +5,22 @@ Figures of single samples show a part of them, drawn at random; all counts are o
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import shlex
 import sys
 from pathlib import Path
 
 import numpy as np
 
-from ..dry_run import duration, prediction_of, training_seconds
+from ..dry_run import duration, prediction_of
 from ..estimate import arms_of, loads_of_steps, steps_text
-from ..files import write_text
+from ..files import is_committed, write_text
 from ..prepare import Prepared
 from ..recipe import Recipe
 from ..shapes import quadratic_cost
-from .page import COLORS, Html, details, document, escape, facts, figure, hover_text, join, paragraph, preformatted, table
+from .page import COLORS, Html, details, document, facts, figure, hover_text, join, paragraph, preformatted, table
 from .view import SHOWN_TOKENS, View
 
 NAME = "selection.html"
@@ -29,7 +32,7 @@ _BAR_COLORS = ("#b8b8c0", "#7f7f8a", COLORS[5], COLORS[0])
 
 
 def write_selection_report(recipe: Recipe, prepared: Prepared, output_dir: Path, world_size: int) -> Path:
-    """Write the report of a plan, unless it is there.
+    """Write the report of a plan, unless it is there and nothing that it speaks of has changed, or the run is finished.
 
     Args:
         recipe, prepared, output_dir: of the run.
@@ -37,11 +40,14 @@ def write_selection_report(recipe: Recipe, prepared: Prepared, output_dir: Path,
     Returns:
         the file.
     """
-    path, mark = output_dir / NAME, f"<!-- plan {prepared.plan.hash}, {world_size} ranks -->"
+    facts = [prepared.plan.hash, world_size, recipe.train.model_dump(), prediction_of(output_dir, world_size, recipe)]
+    path, digest = output_dir / NAME, hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+    mark = f"<!-- plan {prepared.plan.hash}, {digest} -->"
     if path.is_file():
         with path.open(encoding="utf-8") as file:
-            if file.readline().strip() == mark:
-                return path
+            first = file.readline().strip()
+        if first == mark or (is_committed(output_dir / "model") and first.startswith(f"<!-- plan {prepared.plan.hash},")):
+            return path
     view = View(recipe, prepared, output_dir, world_size)
     write_text(path, f"{mark}\n{_page(view)}")
     return path
@@ -72,9 +78,12 @@ def _page(view: View) -> str:
 
 def _sizes(view: View) -> Html:
     m, k = view.manifest, len(view.manifest["sizes"])
-    names = [str(c) for c in range(k)]
-    series = {"nearest centroid, no bounds": m.get("nearest_sizes"), "within the bounds": m["sizes"]}
-    if m["selection"]["quota"] == "equal":
+    names, equal = [str(c) for c in range(k)], m["selection"]["quota"] == "equal"
+    within = np.bincount(view.plan.cluster[view.clustered], minlength=k).tolist()
+    series = {"nearest centroid, no bounds": m.get("nearest_sizes"), "within the bounds": within}
+    if within != m["sizes"]:
+        series["without near-duplicates"] = m["sizes"]
+    if equal:
         series["equal parts"] = [min(m["sizes"])] * k
     series["kept"] = m["counts"]
     traces = [
@@ -94,8 +103,8 @@ def _sizes(view: View) -> Html:
     ]
     moved = f"{m['num_moved']} samples are not in their nearest cluster because of the bounds. " if m["num_moved"] else ""
     return join([
-        paragraph(f"{moved}The smallest cluster decides how many an equal part is. Titles are the terms that tell a cluster "
-                  "from the others best; they are no labels that anybody gave."),
+        paragraph(f"{moved}{'The smallest cluster decides how many an equal part is. ' if equal else ''}Titles are the "
+                  "terms that tell a cluster from the others best; they are no labels that anybody gave."),
         figure([*traces, *bounds], barmode="group", showlegend=True,
                xaxis={"title": {"text": "cluster"}, "type": "category"}, yaxis={"title": {"text": "samples"}}),
         table(["cluster", *(name for name, values in series.items() if values), "share kept", "weight"], rows, text=(0,)),
@@ -165,19 +174,20 @@ def _clusters(view: View) -> Html:
 
 
 def _distances(view: View, c: int, mine: np.ndarray, kept: np.ndarray) -> Html:
-    distances, choice = view.plan.distance[mine], view.manifest["selection"]["choice"]
-    edges = np.histogram_bin_edges(distances, _BINS)
+    distances, selection = view.plan.distance[mine], view.manifest["selection"]
+    least, most = float(distances.min()), float(distances.max())
+    edges = np.linspace(least, max(most, least + 1e-6 * max(1.0, least)), _BINS + 1)
     middles = (edges[1:] + edges[:-1]) / 2
     traces = [
         {"type": "bar", "name": name, "x": middles, "y": np.histogram(distances[mask], edges)[0],
          "width": np.diff(edges), "marker": {"color": color}}
         for name, mask, color in (("kept", kept, COLORS[c % len(COLORS)]), ("left out", ~kept, "#b8b8c0"))
     ]  # fmt: skip
-    shapes = []
-    if kept.any() and choice != "random":
-        cut = distances[kept].min() if choice == "peripheral" else distances[kept].max()
-        shapes = [{"type": "line", "x0": cut, "x1": cut, "y0": 0, "y1": 1, "yref": "paper", "line": {"dash": "dash",
-                   "color": COLORS[4]}}]  # fmt: skip
+    ends = [] if not kept.any() else [distances[kept].min(), distances[kept].max()]
+    cuts = {"peripheral": ends[:1], "core": ends[1:]}.get(selection["choice"], []) if selection["balance"] == "whole" else []
+    cuts += ends[1:] if selection["trim"] and selection["choice"] == "peripheral" else []
+    shapes = [{"type": "line", "x0": cut, "x1": cut, "y0": 0, "y1": 1, "yref": "paper",
+               "line": {"dash": "dash", "color": COLORS[4]}} for cut in cuts]  # fmt: skip
     return figure(traces, height=240, barmode="stack", bargap=0, showlegend=True, shapes=shapes,
                   xaxis={"title": {"text": "distance to the centroid" + ("; dashed: the cut" if shapes else "")}},
                   yaxis={"title": {"text": "samples"}})  # fmt: skip
@@ -197,9 +207,11 @@ def _sources(view: View, mine: np.ndarray) -> Html:
 def _weights(view: View) -> Html:
     m, plan = view.manifest, view.plan
     lines = [line for line in plan.lines() if "weights" in line or "calibrated" in line or "mean proxy" in line]
+    told = "A weight makes up for a cluster's share of what is kept, so that the weighted batches stand for all the data. "
+    if m["selection"]["weighting"] == "none":
+        told = "All weights are 1, so clusters count by what is kept of them, not by their share of the data. "
     parts = [
-        paragraph("A weight makes up for a cluster's share of what is kept, so that the weighted batches stand for all the "
-                  "data. The effective sample size is (sum w)² / (n sum w²): 1 where all weights are equal."),
+        paragraph(f"{told}The effective sample size is (sum w)² / (n sum w²): 1 where all weights are equal."),
         *(paragraph(line) for line in lines),
     ]  # fmt: skip
     v = m.get("variance")
@@ -245,6 +257,13 @@ def _lengths(view: View) -> Html:
 
 
 def _time(view: View) -> Html:
+    try:
+        return _predicted_time(view)
+    except ValueError as error:  # a selection can be of use to others where this recipe cannot train on it
+        return paragraph(f"This recipe cannot train on it with {view.world_size} ranks: {error}", "warn")
+
+
+def _predicted_time(view: View) -> Html:
     recipe, plan, w = view.recipe, view.plan, view.world_size
     quadratic = quadratic_cost(view.prepared.model_folder)
     bars, lines = [], []
@@ -259,9 +278,10 @@ def _time(view: View) -> Html:
     probe = prediction_of(view.output_dir, w, recipe)
     arms, rows = arms_of(plan, recipe.train.seed), []
     slowest = {name: float(loads_of_steps(arm, recipe, w, quadratic).max(axis=1).sum()) for name, arm in arms.items()}
+    rate = None if probe is None else probe["seconds_per_token"]
     for name, arm in arms.items():
         number = int(arm.kept.sum())
-        seconds = "" if probe is None else duration(training_seconds(arm, recipe, probe))
+        seconds = "" if rate is None else duration(slowest[name] * rate)
         rows.append([name, number, int(arm.num_tokens[arm.kept].sum()), steps_text(number, recipe.train),
                      f"{slowest[name] / slowest['full']:.1%}", seconds])  # fmt: skip
     told = "predicted by the probe" if probe else "predicted (unknown: run --dry_run --probe 5 before)"
@@ -281,7 +301,7 @@ def _rows(view: View) -> Html:
     parts = [preformatted("\n".join(view.prepared.tokens.notes))] if view.prepared.tokens.notes else []
     excluded = {kind: count for kind, count in m["excluded"].items() if count}
     told = ", ".join(f"{kind} {count}" for kind, count in excluded.items())
-    parts.append(paragraph(f"Excluded from the clusters: {told or 'nothing'}."))
+    parts.append(paragraph(f"Left out beforehand: {told or 'nothing'}."))
     pairs = m.get("near_duplicates", {}).get("closest", [])
     if pairs:
         d = m["near_duplicates"]
@@ -307,8 +327,16 @@ def _provenance(view: View) -> Html:
     m = view.manifest
     values = {**m["provenance"], "plan": view.plan.hash, **{f"selection.{k}": v for k, v in m["selection"].items()},
               **{f"version of {k}": v for k, v in m["versions"].items()}}  # fmt: skip
-    command = shlex.join(["python", *(arg for arg in sys.argv if not arg.startswith("--local_rank"))])
     return join([
-        paragraph(f"Command, on {view.world_size} ranks:"), preformatted(command),
-        table(["what", "value"], [[escape(name), str(value)] for name, value in values.items()], text=(1,)),
+        preformatted(_command()),
+        table(["what", "value"], [[name, str(value)] for name, value in values.items()], text=(1,)),
     ])
+
+
+def _command() -> str:
+    """What was typed, without what launchers add."""
+    ranks, words = int(os.environ.get("WORLD_SIZE", 1)), []
+    for word, before in zip(sys.argv, ["", *sys.argv], strict=False):
+        if not word.startswith(("--local_rank", "--stop_file")) and before != "--stop_file":
+            words.append(word)
+    return shlex.join([*(["deepspeed", "--num_gpus", str(ranks)] if ranks > 1 else ["python"]), *words])

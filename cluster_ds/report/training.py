@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..dry_run import duration, training_seconds
-from ..estimate import arms_of
+from ..dry_run import duration, prediction_rows
+from ..estimate import arms_of, loads_of_steps
 from ..files import MANIFEST, read_json, size_text, write_text
 from ..prepare import Prepared
 from ..recipe import Recipe
@@ -20,18 +20,23 @@ NAME = "training.html"
 _MOST_POINTS = 4_000  # of a curve
 _SMOOTHED = 0.9  # what an exponential mean keeps of the steps before
 _SPIKES = 20
+_MOST_IN_HOVER = 12  # curves
 
 Entries = list[dict[str, Any]]
 
 
-def write_training_report(recipe: Recipe, prepared: Prepared, output_dir: Path, world_size: int) -> Path:
+def write_training_report(recipe: Recipe, prepared: Prepared, output_dir: Path) -> Path | None:
     """Write the report of a finished run from its log; benchmark scores are in it once eval/ has been run.
 
     Args:
         recipe, prepared, output_dir: of the run.
-        world_size: W that it ended with.
+    Returns:
+        the file, or None where the log is lost.
     """
     log, summary = read_lines(output_dir / "log.jsonl"), read_json(output_dir / "summary.json")
+    if not log:
+        return None
+    world_size = summary["world_size"]
     first, last = log[0], log[-1]
     lead = join([
         paragraph(f"{recipe.model.name_or_path}, {len(log)} steps on {world_size} ranks, ZeRO config "
@@ -72,11 +77,14 @@ def _losses(log: Entries, held_out: Entries) -> Html:
         traces.append({"type": "scatter", "mode": "lines+markers", "name": "held-out", "x": [e["step"] for e in held_out],
                        "y": [e["sample_mean"] for e in held_out], "line": {"color": COLORS[4]}})  # fmt: skip
     k = len(log[0]["cluster_loss"])
+    most = max(50, 4 * _MOST_POINTS // max(k, 4))
     by_cluster = [
-        _line(log, f"cluster {c}", _smooth(np.array([_number(e["cluster_loss"][c]) for e in log])), COLORS[c % len(COLORS)])
-        for c in range(k)
-    ]
+        _line(log, f"cluster {c}", _smooth(np.array([_number(e["cluster_loss"][c]) for e in log])), COLORS[c % len(COLORS)],
+              most=most) for c in range(k)
+    ]  # fmt: skip
     text = "What is minimised: the weighted mean over the global batch, in nats. By cluster: its samples' unweighted mean."
+    if len(log) > most:
+        text += f" Curves show {min(len(log), _MOST_POINTS):,} of {len(log):,} steps, those by cluster {most:,}."
     return join([paragraph(text), _curves(traces, "loss"), _curves(by_cluster, f"loss by cluster, smoothed ({_SMOOTHED})")])
 
 
@@ -108,25 +116,21 @@ def _speed(log: Entries) -> Html:
 def _time(recipe: Recipe, prepared: Prepared, summary: dict[str, Any], log: Entries, world_size: int) -> Html:
     seconds = sum(e["seconds"] for e in log)
     stages = [[name, duration(s) if s else "reused"] for name, s in summary["seconds"].items()]
-    measured = {"world_size": world_size, "quadratic_cost": quadratic_cost(prepared.model_folder), "seconds_per_token": 1.0}
-    arms = arms_of(prepared.plan, recipe.train.seed)
-    units = {name: training_seconds(arm, recipe, measured) for name, arm in arms.items()}
-    share = len(log) / max(1, summary["steps"])
-    rate = seconds / (units["CluSTER"] * share)
-    rows = [[name, duration(value * rate), f"{value / units['full']:.1%}"] for name, value in units.items()]
+    quadratic = quadratic_cost(prepared.model_folder)
+    loads = {
+        name: loads_of_steps(arm, recipe, world_size, quadratic).max(axis=1)
+        for name, arm in arms_of(prepared.plan, recipe.train.seed).items()
+    }
+    rate = seconds / loads["CluSTER"][: len(log)].sum()  # early stopping ends before the schedule does
+    rows = [[name, duration(load.sum() * rate), f"{load.sum() / loads['full'].sum():.1%}"] for name, load in loads.items()]
     parts = [
-        table(["stage", "took"], stages),
+        table(["stage", "took, in this start"], stages),
         paragraph("All steps on other data would take, at the rate measured here:"),
         table(["training on", "steps", "of full data"], rows),
     ]
     told = summary.get("prediction")
     if told is not None:
-        compared = [
-            [what, duration(told[f"{what}_predicted"]), duration(told[f"{what}_measured"]) if told[f"{what}_measured"] else
-             "reused", f"{told[f'{what}_predicted'] / told[f'{what}_measured']:.2f} x" if told[f"{what}_measured"] else ""]
-            for what in ("steps", "extraction")
-        ]  # fmt: skip
-        parts.append(table(["", "predicted by the probe", "measured", ""], compared))
+        parts.append(table(["", "predicted by the probe", "measured", "predicted / measured"], prediction_rows(told)))
     else:
         parts.append(paragraph("No probe was made before: --dry_run --probe 5 predicts times.", "soft"))
     return join(parts)
@@ -134,16 +138,17 @@ def _time(recipe: Recipe, prepared: Prepared, summary: dict[str, Any], log: Entr
 
 def _diagnostics(log: Entries, spikes: Entries) -> Html:
     parts = []
-    looked = [e for e in log if e.get("rank_cosine") is not None]
+    looked = [e for e in log if e.get("gradient_diversity") is not None]
     if looked:
-        cosines = np.array([e["rank_cosine"] for e in looked])
         diversity = np.array([e["gradient_diversity"] * e["num_gradients"] for e in looked])
-        parts += [
-            _curves([_line(looked, "cosine", cosines, COLORS[0])], "mean cosine of the ranks' gradients", height=240),
-            _curves([_line(looked, "diversity", diversity, COLORS[2])], "gradient diversity x their number", height=240),
-        ]
+        parts.append(_curves([_line(looked, "diversity", diversity, COLORS[2])], "gradient diversity x number", height=240))
     else:
-        parts.append(paragraph("train.diagnose_every was not set, so the ranks' gradients were not compared.", "soft"))
+        parts.append(paragraph("Gradients were not compared: train.diagnose_every looks at them.", "soft"))
+    compared = [e for e in looked if e["rank_cosine"] is not None]
+    if compared:
+        cosines = np.array([e["rank_cosine"] for e in compared])
+        line = _line(compared, "cosine", cosines, COLORS[0])
+        parts.append(_curves([line], "mean cosine of the ranks' gradients", height=240))
     if spikes:
         rows = [[e["step"], f"{e['loss']:.4f}", f"{e['usual']:.4f}", ", ".join(s["id"] for s in e["samples"][:3])]
                 for e in spikes[:_SPIKES]]  # fmt: skip
@@ -176,17 +181,18 @@ def _files(output_dir: Path, summary: dict[str, Any]) -> Html:
     return join([table(["checkpoint", "size"], rows), model]) if rows else model
 
 
-def _line(log: Entries, name: str, values: np.ndarray, color: str, width: int = 2) -> Trace:
-    """A curve over steps, of at most `_MOST_POINTS` of them."""
-    chosen = np.unique(np.linspace(0, len(log) - 1, min(len(log), _MOST_POINTS)).astype(int))
+def _line(log: Entries, name: str, values: np.ndarray, color: str, width: int = 2, most: int = _MOST_POINTS) -> Trace:
+    """A curve over steps, of at most `most` of them."""
+    chosen = np.unique(np.linspace(0, len(log) - 1, min(len(log), most)).astype(int))
     steps = [log[i]["step"] for i in chosen]
     return {"type": "scatter", "mode": "lines" if len(log) > 1 else "markers", "name": name, "x": steps, "y": values[chosen],
             "line": {"color": color, "width": width}}  # fmt: skip
 
 
 def _curves(traces: list[Trace], title: str, height: int = 340) -> Html:
+    hover = "x unified" if len(traces) < _MOST_IN_HOVER else "closest"
     return figure(
-        traces, height=height, showlegend=len(traces) > 1, hovermode="x unified", xaxis={"title": {"text": "step"}},
+        traces, height=height, showlegend=len(traces) > 1, hovermode=hover, xaxis={"title": {"text": "step"}},
         yaxis={"title": {"text": title}, "exponentformat": "e"},
     )
 

@@ -20,6 +20,7 @@ from .terms import telling_terms
 
 SHOWN_TOKENS = 400  # of an example
 _SHOWN_SAMPLES = 4_000  # in a figure
+_NAMING_SAMPLES = 50  # of each cluster, at least
 _HOVER_TOKENS = 160
 
 
@@ -77,9 +78,11 @@ class View:
 
     @cached_property
     def titles(self) -> list[str]:
-        """A name of every cluster from its most telling terms."""
-        texts = [self.text(row, SHOWN_TOKENS) for row in self.shown]
-        terms = telling_terms(texts, self.plan.cluster[self.shown], self.plan.num_clusters)
+        """A name of every cluster from its most telling terms; of small clusters more samples are read than are shown."""
+        clusters = self.plan.cluster
+        few = [np.flatnonzero(clusters == c)[:_NAMING_SAMPLES] for c in range(self.plan.num_clusters)]
+        rows = np.unique(np.concatenate([self.shown, *few]))
+        terms = telling_terms([self.text(row, SHOWN_TOKENS) for row in rows], clusters[rows], self.plan.num_clusters)
         return [f"{c}: {', '.join(found)}" if found else str(c) for c, found in enumerate(terms)]
 
     @cached_property

@@ -57,7 +57,7 @@ def test_training_goes_on_without_a_checkpoint_if_it_may(tmp_path, unbroken):
     assert weights_hash(tmp_path / "disk_run") == weights_hash(unbroken)
 
 
-@pytest.mark.parametrize(("size", "stage"), [("500k", "extraction"), ("20m", "save"), ("37m", "export")])
+@pytest.mark.parametrize(("size", "stage"), [("500k", "extraction"), ("20m", "save"), ("42m", "export")])
 def test_a_disk_that_fills_up(tmp_path, unbroken, size, stage):
     text = in_namespace(tmp_path / "disk", size, "--blind", "--then")
     first, second = text.split("exit code")[1:3]
