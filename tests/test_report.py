@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -171,14 +172,11 @@ def test_a_recipe_that_cannot_train_on_it_is_said_in_the_page(small, tmp_path):
 
 def test_a_cluster_of_points_at_one_distance(small):
     recipe, prepared, folder = small
-    mine = np.flatnonzero(prepared.plan.cluster == 3)
-    before = prepared.plan.distance[mine].copy()
-    prepared.plan.distance[mine] = 0.5
-    prepared.plan.distance[mine[0]] = np.nextafter(0.5, 1)
-    try:
-        assert "samples" in selection._page(View(recipe, prepared, folder, 2))
-    finally:
-        prepared.plan.distance[mine] = before
+    distance = np.where(prepared.plan.cluster == 3, 0.5, prepared.plan.distance)
+    distance[np.argmax(prepared.plan.cluster == 3)] = np.nextafter(0.5, 1)
+    changed = replace(prepared, plan=replace(prepared.plan, distance=distance))
+    *_, histogram = [f for f in figures_of(selection._page(View(recipe, changed, folder, 2))) if "bargap" in f["layout"]]
+    assert sum(map(sum, (t["y"] for t in histogram["data"]))) == (prepared.plan.cluster == 3).sum()
 
 
 def test_a_page_that_fails_ends_no_run(capsys):
