@@ -40,8 +40,8 @@ def write_selection_report(recipe: Recipe, prepared: Prepared, output_dir: Path,
     Returns:
         the file.
     """
-    facts = [prepared.plan.hash, world_size, recipe.train.model_dump(), prediction_of(output_dir, world_size, recipe)]
-    path, digest = output_dir / NAME, hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+    basis = [prepared.plan.hash, world_size, recipe.train.model_dump(), prediction_of(output_dir, world_size, recipe)]
+    path, digest = output_dir / NAME, hashlib.blake2b(json.dumps(basis).encode(), digest_size=8).hexdigest()
     mark = f"<!-- plan {prepared.plan.hash}, {digest} -->"
     if path.is_file():
         with path.open(encoding="utf-8") as file:
