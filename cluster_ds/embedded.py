@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from .files import commit_folder, hash_files, is_committed
+from .messages import bars_on_terminals_only
 from .source_tasks import SHARES, make_tasks
 from .source_tasks import VERSION as TASKS_VERSION
 
@@ -54,7 +55,8 @@ def resolve_model(name: str) -> str:
     if not name.startswith(PREFIX):
         return name
     require_embedded(name)
-    return str(_make_smollm2() if name.removeprefix(PREFIX) == SMOLLM2 else _make_tiny())
+    with bars_on_terminals_only():
+        return str(_make_smollm2() if name.removeprefix(PREFIX) == SMOLLM2 else _make_tiny())
 
 
 def require_embedded(name: str) -> None:

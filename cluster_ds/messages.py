@@ -7,7 +7,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 
 from rich.console import Console
 from rich.table import Table
@@ -47,6 +47,8 @@ def quiet_libraries(rank: int = 0) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # two lines of every rank for every load
+    # A toolkit without a GPU, as on login nodes, is nothing to warn of.
+    logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: "No CUDA runtime" not in str(record.msg))
     for category in (FutureWarning, DeprecationWarning):
         warnings.simplefilter("ignore", category)
     if rank > 0:
@@ -65,3 +67,10 @@ def unless_it_fails() -> Iterator[None]:
     except BaseException:
         print(held.getvalue(), end="", flush=True)
         raise
+
+
+@contextmanager
+def bars_on_terminals_only() -> Iterator[None]:
+    """Leave out a library's progress bars where a job's log would hold each of their states."""
+    with nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO()):
+        yield

