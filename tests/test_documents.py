@@ -77,15 +77,15 @@ NEEDS = {
     "SLURM": ("sbatch",),
     "the hub": ("medqa.sh", "mbpp.sh"),
     "to be the caller of this test": ("tests/run.sh", ".ci/run"),
-    "half an hour or more": ("benchmarks/smollm2.yaml", "benchmarks/train.py", "benchmarks/gpu.sh"),
-    "GPUs": ("launch/train.py --recipe magicoder_7b", "compare.py --recipe magicoder_7b"),
-    "a comparison that keeps its models": ("ARM/",),
+    "half an hour or more": ("benchmarks/smollm2.yaml", "benchmarks/train.py"),
+    "GPUs": ("benchmarks/gpu.sh", "launch/train.py --recipe magicoder_7b", "compare.py --recipe magicoder_7b"),
 }
 FILLED = {  # pattern -> what a reader would put there
     r"runs/magicoder_7b runs/other": "runs/tiny", r"runs/magicoder_7b": "runs/tiny", r"~/jobs": "jobs", r"\[--limit N\]": "",
     r"\[--ranks W\]": "--ranks 2", r"\[LABEL=\]RUN \.\.\.": "runs/tiny", r"--probe 10": "--probe 2", r"examples/NAME": "examples/cluster_loop",
     r"\bNAME\b": "tiny", r"\bMODEL\b": "runs/tiny/model", r" (R|RUN)\b": " runs/mine_75", r" C\b": " runs/mine_compare",
     r"(humaneval.sh runs\S+).*": r"\1 --limit 2", r"tests/faults.sh$": "tests/faults.sh 1 3",
+    r"humaneval.sh \S+/ARM/model$": "humaneval.sh runs/tiny/model --limit 2",
 }  # fmt: skip
 MADE_BY = {  # folders that commands read -> the documents' command that makes them
     "runs/mine_75": "deepspeed launch/train.py --recipe mine.yaml --set selection.ratio=0.75 --output_dir runs/mine_75",
