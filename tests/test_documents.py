@@ -85,7 +85,7 @@ FILLED = {  # pattern -> what a reader would put there
     r"\[--ranks W\]": "--ranks 2", r"\[LABEL=\]RUN \.\.\.": "runs/tiny", r"--probe 10": "--probe 2", r"examples/NAME": "examples/cluster_loop",
     r"\bNAME\b": "tiny", r"\bMODEL\b": "runs/tiny/model", r" (R|RUN)\b": " runs/mine_75", r" C\b": " runs/mine_compare",
     r"(humaneval.sh runs\S+).*": r"\1 --limit 2", r"tests/faults.sh$": "tests/faults.sh 1 3",
-    r"humaneval.sh \S+/ARM/model$": "humaneval.sh runs/tiny/model --limit 2",
+    r"humaneval.sh \S+/ARM/model.*": "humaneval.sh runs/tiny/model --limit 2",
 }  # fmt: skip
 MADE_BY = {  # folders that commands read -> the documents' command that makes them
     "runs/mine_75": "deepspeed launch/train.py --recipe mine.yaml --set selection.ratio=0.75 --output_dir runs/mine_75",
