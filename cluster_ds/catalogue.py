@@ -6,7 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from .ds_config import resolve_config, zero_stage
+from .ds_config import find_config, read_config, resolve_config, zero_stage
 from .estimate import batch_text, memory_per_gpu, steps_text, total_bytes
 from .files import write_text
 from .messages import show_table
@@ -23,7 +23,7 @@ def list_recipes() -> None:
     for name in available_recipes():
         recipe = load_recipe(name)
         train = recipe.train
-        stage = zero_stage(resolve_config(recipe.deepspeed.config, train, recipe.hardware.ranks))
+        stage = zero_stage(read_config(find_config(recipe.deepspeed.config)))
         rows = sum(DATASET_ROWS.get(source.path, 0) for source in recipe.data.all_sources.values())
         steps = str(-(-rows // train.global_batch_size) * train.epochs) if rows else ""
         data = ", ".join(source.path for source in recipe.data.all_sources.values())

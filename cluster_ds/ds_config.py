@@ -12,8 +12,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
 from .allocation import accumulation_steps
 from .recipe import TrainSection
 
@@ -42,6 +40,21 @@ def find_config(name_or_path: str) -> Path:
     raise ValueError(f"no DeepSpeed config {name_or_path!r}: give a path or one of {', '.join(names)}")
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """What a config file states; "auto" states nothing.
+
+    Raises:
+        ValueError: if it is not one JSON object.
+    """
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold one JSON object")
+    return {key: value for key, value in config.items() if value != "auto"}
+
+
 def resolve_config(name_or_path: str, train: TrainSection, dp_world_size: int) -> dict[str, Any]:
     """The complete config for `deepspeed.initialize`.
 
@@ -53,14 +66,10 @@ def resolve_config(name_or_path: str, train: TrainSection, dp_world_size: int) -
         ValueError: for unknown keys, a key that both own with different values, an optimizer that the ZeRO stage would
             break, or batch sizes that do not divide.
     """
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # seconds, for what lists recipes
+
     path = find_config(name_or_path)
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold one JSON object")
-    config = {key: value for key, value in config.items() if value != "auto"}
+    config = read_config(path)
     zero = config.get("zero_optimization", {})
     try:
         DeepSpeedZeroConfig(**zero)

@@ -16,12 +16,13 @@ import importlib.util
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .files import commit_folder, hash_files, is_committed
+from .files import commit_folder, exclusive, hash_files, is_committed
 from .messages import bars_on_terminals_only
 from .source_tasks import SHARES, make_tasks
 from .source_tasks import VERSION as TASKS_VERSION
@@ -55,8 +56,18 @@ def resolve_model(name: str) -> str:
     if not name.startswith(PREFIX):
         return name
     require_embedded(name)
-    with bars_on_terminals_only():
-        return str(_make_smollm2() if name.removeprefix(PREFIX) == SMOLLM2 else _make_tiny())
+    models = cache_root() / "models"
+    if name.removeprefix(PREFIX) == SMOLLM2:
+        folder, make = models / SMOLLM2, _make_smollm2
+    else:
+        data = Path(resolve_data(f"{PREFIX}python_source_small"))
+        folder, make = models / f"{TINY}-v{_TINY_VERSION}-{hash_files([data])[:12]}", partial(_make_tiny, data)
+    if not is_committed(folder):
+        models.mkdir(parents=True, exist_ok=True)
+        with exclusive(models, f"another process is making a model in {models}: waiting for it"), bars_on_terminals_only():
+            if not is_committed(folder):
+                make(folder)
+    return str(folder)
 
 
 def require_embedded(name: str) -> None:
@@ -122,11 +133,8 @@ def _data_folder(base: str) -> Path:
     return folder
 
 
-def _make_smollm2() -> Path:
-    """Convert the GGUF file into an ordinary bf16 model folder, once."""
-    folder = cache_root() / "models" / SMOLLM2
-    if is_committed(folder):
-        return folder
+def _make_smollm2(folder: Path) -> None:
+    """Convert the GGUF file into an ordinary bf16 model folder."""
     source = _smollm2_source()
     with (source / _GGUF).open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -148,16 +156,10 @@ def _make_smollm2() -> Path:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # a plain one, that can be saved
     model.load_state_dict(unpacked.state_dict())
     _save(folder, model, tokenizer)
-    return folder
 
 
-def _make_tiny() -> Path:
+def _make_tiny(data: Path, folder: Path) -> None:
     """Pretrain a byte-level Llama on the embedded text; the same on every run of one machine."""
-    data = Path(resolve_data(f"{PREFIX}python_source_small"))
-    key = hash_files([data])[:12]
-    folder = cache_root() / "models" / f"{TINY}-v{_TINY_VERSION}-{key}"
-    if is_committed(folder):
-        return folder
     from transformers import LlamaConfig, LlamaForCausalLM
 
     print("pretraining the tiny model (once, about a minute)", flush=True)
@@ -185,7 +187,6 @@ def _make_tiny() -> Path:
             schedule.step()
             optimizer.zero_grad()
     _save(folder, model, tokenizer)
-    return folder
 
 
 def byte_tokenizer() -> Any:

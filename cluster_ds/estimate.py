@@ -13,11 +13,10 @@ import numpy as np
 
 from .allocation import Allocator, Packing, accumulation_steps
 from .ds_config import zero_stage
-from .loss import CHUNK_ELEMENTS
 from .plan import Plan, random_part, unselected
 from .recipe import ModelSection, Recipe, TrainSection
 from .schedule import Schedule
-from .shapes import ModelShape
+from .shapes import CHUNK_ELEMENTS, ModelShape
 
 _RESERVE_BYTES = 2.5e9  # CUDA context, NCCL's buffers, fragmentation; a rule of thumb
 _DEFAULT_BUCKET = 5e8  # DeepSpeed's elements of a reduce bucket

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .shapes import CHUNK_ELEMENTS
 from .tokens import IGNORE_INDEX
-
-CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}  # logits at a time: what caches hold, what keeps a GPU busy
 
 
 def supervised_positions(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from .models import text_config
 from .recipe import LoraSection
+
+CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}  # logits that the loss holds: what caches take, what keeps a GPU busy
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,8 @@ def shape_of(name_or_path: str, folder: Path | None) -> ModelShape | None:
     """The shape of a model that is here, or of one that is known; None for others and for other architectures."""
     if folder is None:
         return SHAPES.get(name_or_path)
+    from .models import text_config  # and with it transformers: known shapes need none
+
     config = text_config(folder)
     needed = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     if not all(isinstance(getattr(config, name, None), int) for name in needed):

@@ -11,7 +11,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cluster_ds.arguments import add_override_argument, positive
 from cluster_ds.catalogue import checked, copy_recipe, device_note, list_recipes
-from cluster_ds.preflight import fetch, fetch_benchmarks, inventory, look, missing_for
 from cluster_ds.recipe import Recipe
 from cluster_ds.recipe_file import available_recipes, find_recipe, load_recipe
 
@@ -22,6 +21,8 @@ def show(args: argparse.Namespace) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """With --all the recipes themselves; a single one also against this machine."""
+    from cluster_ds.preflight import fetch_benchmarks, look, missing_for  # torch and transformers: `ls` needs none
+
     if args.all == (args.recipe is not None):
         raise ValueError("give a recipe's name, or --all")
     if args.all:
@@ -49,6 +50,8 @@ def check(args: argparse.Namespace) -> None:
 
 
 def fetch_all(args: argparse.Namespace) -> None:
+    from cluster_ds.preflight import fetch
+
     recipe = load_recipe(args.recipe, args.overrides)
     _report(recipe, fetch(recipe, _folder(args)), "everything is here; jobs may run with HF_HUB_OFFLINE=1")
 
@@ -62,6 +65,8 @@ def _folder(args: argparse.Namespace) -> Path:
 
 
 def _report(recipe: Recipe, items: list, good: str) -> None:
+    from cluster_ds.preflight import inventory
+
     print(*inventory(items), sep="\n")
     missing = sum(item.problem is not None for item in items)
     if missing:

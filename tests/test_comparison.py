@@ -221,3 +221,7 @@ def test_killed_in_a_run_it_continues(tmp_path):
 
     assert finish(start("compare.py", partial(arguments, "--set", "train.lr=5e-4"), tmp_path, output)) == 2
     assert "results.jsonl holds random, seed 0 of other settings, data or another model" in output.read_text()
+
+    swept = partial(arguments, "--output_dir", "swept", "--sweep", "selection.keep=0.2,0.9")
+    assert finish(start("compare.py", swept, tmp_path, output)) == 2
+    assert "error: selection.keep 0.9 needs" in output.read_text() and not (tmp_path / "swept" / "results.jsonl").exists()

@@ -125,7 +125,8 @@ def checkout(tmp_path_factory) -> Path:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
-    mine = (folder / "recipes" / "tiny.yaml").read_text().replace("name: tiny", "name: mine").replace("train:", "train:\n  diagnose_every: 2")
+    mine = (folder / "recipes" / "tiny.yaml").read_text().replace("train:", "train:\n  diagnose_every: 2")
+    mine = mine.replace("min_fraction: 0.3", "min_fraction: 0.5")  # so that --keep 0.4 can be kept
     (folder / "mine.yaml").write_text(mine)  # what a reader would write
     run_in(folder, "bash recipes/tiny.sh")
     return folder

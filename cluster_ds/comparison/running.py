@@ -1,7 +1,9 @@
 """The loop over arms, seeds and sweeps: plan, train, judge, write one line of results.jsonl.
 
-Tokens and proxies are shared, scores are made once, the model starts from the same weights in every run. A line is
-written when a run is done; the same command goes on behind the last line, and inside the run that was stopped.
+Whatever needs no training of its own is planned first, for all seeds and points: a budget that some clusters cannot pay for
+is refused before anything is trained. Tokens and proxies are shared, scores are made once, the model starts from the same
+weights in every run. A line is written when a run is done; the same command goes on behind the last line, and inside the
+run that was stopped.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +107,11 @@ def compare(
     done = ranks.on_main(lambda: len(read_lines(output_dir / RESULTS)))
     if done:
         ranks.print(f"[compare] {done} runs of {output_dir / RESULTS} are done already")
-    for point in comparison.points:
-        _Runs(comparison, point, output_dir, ranks, report).run()
+    all_runs = [_Runs(comparison, point, output_dir, ranks, report) for point in comparison.points]
+    for runs in all_runs:
+        runs.plan()
+    for runs in all_runs:
+        runs.train()
 
 
 class _Runs:
@@ -117,6 +122,7 @@ class _Runs:
     ):
         self.comparison, self.point, self.output_dir, self.ranks, self.report = comparison, point, output_dir, ranks, report
         self.folder = output_dir / point.folder_name
+        self.settings: dict[int, Setting] = {}  # by seed, where runs are missing
         self.samples: Samples = prepare_samples(point.recipe, output_dir, ranks)
         held_out = held_out_tokens(point.recipe, output_dir, ranks)
         assert held_out is not None  # require_comparable
@@ -127,7 +133,19 @@ class _Runs:
                 "half report; raise evaluate.max_samples or name more rows"
             )
 
-    def run(self) -> None:  # collective
+    def plan(self) -> None:  # collective
+        """The plans of all missing runs, but for those that scores decide: these take training."""
+        for seed in self.comparison.seeds:
+            waiting = self._waiting(seed)
+            if not waiting:
+                continue
+            setting = self._setting(seed)
+            for arm in waiting:
+                if arm not in SCORES:
+                    self._plan(arm, seed, setting)
+            self.settings[seed] = replace(setting, clustered=None)  # gigabytes, at a million samples
+
+    def train(self) -> None:  # collective
         """Everything that results.jsonl does not hold."""
         if self._missing("untrained", 0):
             losses, _ = held_out_losses(
@@ -135,14 +153,15 @@ class _Runs:
             )
             self._write("untrained", 0, losses, {})
         for seed in self.comparison.seeds:
-            waiting = [arm for arm in self.comparison.arms if self._missing(arm, seed)]
-            for arm in set(self.comparison.arms) - set(waiting):
-                self._clean(self._folder(arm, seed))
-            if not waiting:
-                continue
-            setting = self._setting(seed)
-            for arm in waiting:
-                self._one_run(arm, seed, setting)
+            waiting = self._waiting(seed)
+            for arm in self.comparison.arms:
+                if arm in waiting:
+                    self._one_run(arm, seed, self.settings[seed])
+                else:
+                    self._clean(self._folder(arm, seed))
+
+    def _waiting(self, seed: int) -> list[str]:  # collective
+        return [arm for arm in self.comparison.arms if self._missing(arm, seed)]
 
     def _recipe(self, seed: int) -> Recipe:
         """The point's recipe with a seed for everything that is drawn.
@@ -186,28 +205,33 @@ class _Runs:
             np.flatnonzero(~self.is_test), clustered, in_all(extraction, seconds),
         )
 
-    def _one_run(self, arm: str, seed: int, setting: Setting) -> None:  # collective
-        folder, ranks, recipe, key = self._folder(arm, seed), self.ranks, setting.recipe, self._key(arm, seed)
-        ranks.print(f"[compare] {self._name(arm, seed)}")
-        if arm in SCORES:
-            SCORES[arm](setting)
+    def _plan(self, arm: str, seed: int, setting: Setting) -> Plan:  # collective
+        """What an arm keeps, at CluSTER's budget."""
+        folder, key = self._folder(arm, seed) / "plan", self._key(arm, seed)
         base, match = setting.base, self.comparison.match
         wanted = int(base.num_tokens[base.kept].sum()) if match == "tokens" else None
         budget = Budget(int(base.kept.sum()), wanted)
         select = full.select_for_steps if (arm, match) == ("full", "steps") else ARMS[arm]
 
         def make_plan() -> None:
-            if _read_plan(folder / "plan", key) is not None:
+            if _read_plan(folder, key) is not None:
                 return
             started = time.perf_counter()
             plan = select(setting, budget, seed)
             if arm in SCORES:  # what turns scores into a plan counts as well
                 cost = plan.manifest["cost"]
                 cost["seconds"] = in_all(cost["seconds"], time.perf_counter() - started)
-            _write_plan(plan, folder / "plan", key)
+            _write_plan(plan, folder, key)
 
-        ranks.on_main(make_plan)
-        plan = Plan.read(folder / "plan")
+        self.ranks.on_main(make_plan)
+        return Plan.read(folder)
+
+    def _one_run(self, arm: str, seed: int, setting: Setting) -> None:  # collective
+        folder, ranks, recipe, key = self._folder(arm, seed), self.ranks, setting.recipe, self._key(arm, seed)
+        ranks.print(f"[compare] {self._name(arm, seed)}")
+        if arm in SCORES:
+            SCORES[arm](setting)
+        plan = self._plan(arm, seed, setting)
         passes = plan.manifest["selection"].get("passes", recipe.train.epochs)
         recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"epochs": passes})})
         twin = ranks.on_main(lambda: self._twin(plan, recipe))
