@@ -18,7 +18,7 @@ from .building import build_training, run_step
 from .catalogue import device_note, is_for_cpu, memory_lines
 from .distributed import Ranks, ensure_process_group
 from .ds_config import resolve_config
-from .estimate import arms_of, batch_text, loads_of_steps, steps_text
+from .estimate import arms_of, batch_text, loads_of_arms, loads_of_steps, steps_text
 from .files import is_committed, read_json, write_json
 from .models import load_model, load_tokenizer, model_folder, pad_token_id
 from .plan import Plan, unselected
@@ -103,9 +103,8 @@ def predict(
     Returns:
         lines for people, and the same as numbers.
     """
-    seconds = {}
-    for name, arm in arms_of(plan, recipe.train.seed).items():
-        seconds[name] = training_seconds(arm, recipe, asdict(probe))
+    loads = loads_of_arms(plan, recipe, probe.world_size, probe.quadratic_cost)
+    seconds = {name: float(load.sum()) * probe.seconds_per_token for name, load in loads.items()}
     batches = length_batches(tokens.num_tokens, recipe.selection.tokens_per_batch)
     forward = sum(len(batch) * int(tokens.num_tokens[batch].max()) for batch in batches) / probe.world_size
     selection = forward * probe.extraction_seconds_per_token

@@ -119,6 +119,19 @@ def arms_of(plan: Plan, seed: int) -> dict[str, Plan]:
     return {"full": unselected(plan, usable), "random": random, "CluSTER": plan}
 
 
+def loads_of_arms(plan: Plan, recipe: Recipe, world_size: int, quadratic_cost: float) -> dict[str, np.ndarray]:
+    """What the slowest rank of each step computes, float64 [steps], for each of `arms_of`.
+
+    The selection is dealt to the ranks as the recipe says; full data and the random part by tokens, as whoever has no
+    clusters to place would deal them: a saving is claimed against the best that they can do.
+    """
+    by_tokens = recipe.model_copy(update={"train": recipe.train.model_copy(update={"allocation": "tokens"})})
+    return {
+        name: loads_of_steps(arm, recipe if arm is plan else by_tokens, world_size, quadratic_cost).max(axis=1)
+        for name, arm in arms_of(plan, recipe.train.seed).items()
+    }
+
+
 def loads_of_steps(
     plan: Plan, recipe: Recipe, world_size: int, quadratic_cost: float, num_steps: int | None = None
 ) -> np.ndarray:

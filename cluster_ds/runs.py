@@ -25,6 +25,7 @@ from .models import attention_of, load_model, load_tokenizer, model_hash, pad_to
 from .plan import counts_text
 from .prepare import Prepared, cache_dir, extraction_dtype, prepare_tokens
 from .recipe import Recipe
+from .report import try_page
 from .sample_losses import mean_losses, sample_losses
 from .tokens import TokenTable
 from .training import TrainResult
@@ -180,17 +181,8 @@ def held_out_losses(
 
 
 def report(write: Callable[[], Path | None], ranks: Ranks) -> None:  # collective
-    """Let rank 0 write a page for people; what goes wrong with it is said and ends no run, a full disk apart."""
-
-    def work() -> str:
-        try:
-            return str(write() or "there is no log.jsonl, so no page on the training")
-        except Exception as error:
-            if is_disk_full(error):
-                raise
-            return f"warning: a page could not be made ({type(error).__name__}: {error}); the run is not touched by that"
-
-    ranks.print(f"[report] {ranks.on_main(work)}")
+    """Let rank 0 write a page for people, see `try_page`."""
+    ranks.print(ranks.on_main(lambda: try_page(write)))
 
 
 def print_summary(

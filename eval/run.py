@@ -33,4 +33,4 @@ if __name__ == "__main__":
     add_shared_arguments(parser)
     add_code_arguments(parser)
     args = parser.parse_args()
-    refusing(lambda: run(args))
+    refusing(lambda: run(args), args.verbose)

@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -14,11 +15,13 @@ from cluster_ds.dry_run import dry_run
 from cluster_ds.preflight import require_ready
 from cluster_ds.prepare import prepare
 from cluster_ds.recipe import Recipe
+from cluster_ds.report import try_page
 from cluster_ds.report.selection import write_selection_report
 from cluster_ds.report.training import write_training_report
 from cluster_ds.run_log import census
 from cluster_ds.runs import evaluate_held_out, held_out_tokens, launch, open_run, print_summary, report
 from cluster_ds.training import train
+from cluster_ds.watch import Stopped
 
 
 def run(recipe: Recipe, output_dir: Path, ranks: Ranks, args: argparse.Namespace) -> None:
@@ -38,12 +41,19 @@ def run(recipe: Recipe, output_dir: Path, ranks: Ranks, args: argparse.Namespace
     report(lambda: write_selection_report(recipe, prepared, output_dir, ranks.world_size), ranks)
     held_out = held_out_tokens(recipe, output_dir, ranks)
     before = evaluate_held_out(recipe, held_out, prepared.model_folder, output_dir, ranks, label="before")
-    result = train(recipe, prepared, output_dir, ranks, args.resume, held_out)
+    page = partial(write_training_report, recipe, prepared.plan, prepared.model_folder, output_dir)
+    try:
+        result = train(recipe, prepared, output_dir, ranks, args.resume, held_out)
+    except (Stopped, ValueError) as end:  # where curves are wanted most
+        if ranks.is_main:  # the others may be gone
+            reason = "stopped, the same command continues" if isinstance(end, Stopped) else str(end)
+            print(try_page(lambda: page(cut_short=reason)), flush=True)
+        raise
     after = evaluate_held_out(recipe, held_out, result.model, output_dir, ranks, label="after")
     lines = ranks.on_main(lambda: census(output_dir, prepared.plan, result.num_steps, result.stopped_early))
     ranks.print(*(f"[census] {line}" for line in lines))
     print_summary(recipe, prepared, result, before, after, output_dir, ranks, time.perf_counter() - started)
-    report(lambda: write_training_report(recipe, prepared, output_dir), ranks)
+    report(page, ranks)
 
 
 if __name__ == "__main__":

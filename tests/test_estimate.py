@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cluster_ds.ds_config import resolve_config
-from cluster_ds.estimate import arms_of, loads_of_steps, memory_per_gpu, steps_text, total_bytes
+from cluster_ds.estimate import arms_of, loads_of_arms, loads_of_steps, memory_per_gpu, steps_text, total_bytes
 from cluster_ds.recipe import TrainSection
 from cluster_ds.recipe_file import load_recipe
 from cluster_ds.shapes import DATASET_ROWS, SHAPES, ModelShape
@@ -101,6 +101,15 @@ def test_loads_by_hand():
     assert loads(1, num_steps=2, micro_batch_size=1) == [[37]]
     assert loads(2, micro_batch_size=1, packing=True) == [[7, 30]]  # packs of 32
     assert loads(2, micro_batch_size=1, packing=True, allocation="tokens") == [[20, 17]]
+
+
+def test_full_data_is_dealt_as_well_as_it_can_be():
+    """The selection's slowest rank has cluster 1, 30 tokens; without clusters 20 + 3 and 10 + 4 are the most even pairs."""
+    plan = hand_plan([0, 0, 1, 1], num_tokens=[3, 4, 10, 20])
+    recipe = load_recipe("tiny", ["data.max_length=32"])
+    train = train_section(epochs=1, global_batch_size=4, micro_batch_size=1, allocation="cluster")
+    loads = loads_of_arms(plan, recipe.model_copy(update={"train": train}), 2, 0.0)
+    assert {name: load.tolist() for name, load in loads.items()} == {"full": [23], "random": [23], "CluSTER": [30]}
 
 
 def test_the_arms_have_the_same_budget():

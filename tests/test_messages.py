@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from cluster_ds.messages import bars_on_terminals_only, show_table, unless_it_fails
+from cluster_ds.messages import Progress, bars_on_terminals_only, show_table, unless_it_fails
 
 from .conftest import ROOT
 
@@ -23,6 +23,22 @@ def test_a_table_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     show_table("facts", [("kept", "3 of 4")])
     assert "│ kept │ 3 of 4 │" in capsys.readouterr().out
+    show_table("of [/runs]", [("data/part-[ab].jsonl", "[/y]z")])  # no markup of rich's
+    printed = capsys.readouterr().out
+    assert "│ data/part-[ab].jsonl │ [/y]z │" in printed and "of [/runs]" in printed
+
+
+def test_progress_in_a_log_is_ten_lines(capsys):
+    progress = Progress("score", 164, "samples")
+    for _ in range(164):
+        progress.add(1)
+    progress.print("done")
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert len(lines) == 11 and lines[0].startswith("[score] 17 of 164 samples, about ") and lines[-1] == "done"
+    assert lines[9].startswith("[score] 164 of 164 samples, about 0 s left") and printed.err == ""
+    Progress("score", 0, "samples").close()
+    assert capsys.readouterr() == ("", "")
 
 
 def test_what_fails_is_not_held_back(capsys):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 from collections import Counter
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 
 from cluster_ds.distributed import Ranks
 from cluster_ds.embedded import byte_tokenizer
+from cluster_ds.evaluation.command import _show_in_run
 from cluster_ds.files import write_json
 from cluster_ds.prepare import prepare
 from cluster_ds.recipe_file import load_recipe
@@ -68,7 +70,7 @@ def log_entry(step: int, loss: float, **more):
     return {
         "step": step, "epoch": 0, "loss": loss, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 100.0, "mfu": None,
         "data_wait_s": 0.1, "seconds": 2.0, "num_samples": 8, "cluster_loss": [loss, None, loss, loss],
-        "predicted_skew": 1.1, "skew": 1.2, **more,
+        "predicted_skew": 1.1, "skew": 1.2, "tokens_per_s_per_rank": 50.0, **more,
     }
 
 
@@ -90,7 +92,7 @@ def trained(small) -> Path:
     (folder / "eval" / "humaneval").mkdir(parents=True)
     score = {"value": 0.25, "n": 164, "interval_95": [0.19, 0.32]}
     write_json(folder / "eval" / "humaneval" / "results.json", {"scores": {"humaneval": score}})
-    return training.write_training_report(recipe, prepared, folder)
+    return training.write_training_report(recipe, prepared.plan, prepared.model_folder, folder)
 
 
 def figures_of(html: str) -> list[dict]:
@@ -194,25 +196,49 @@ def test_a_page_that_fails_ends_no_run(capsys):
 def test_an_early_end_changes_no_rate(small, trained):
     """Half of the steps in the log, at the same seconds each: the same time for all the data."""
     recipe, prepared, folder = small
-    whole = re.search(r"<td>full</td><td>([^<]*)</td>", trained.read_text()).group(1)
+
+    def of_full(html: str) -> float:  # seconds
+        value, unit = re.search(r"<td>full</td><td>(\S+) (s|min)</td>", html).groups()
+        return float(value) * {"s": 1, "min": 60}[unit]
+
+    whole = of_full(trained.read_text())
     lines = (folder / "log.jsonl").read_text().splitlines(keepends=True)
     (folder / "log.jsonl").write_text("".join(lines[: len(lines) // 2]))
-    html = training.write_training_report(recipe, prepared, folder).read_text()
-    found = re.search(r"<td>full</td><td>([^<]*)</td>", html).group(1)
-    assert abs(float(found.split()[0]) - float(whole.split()[0])) <= 0.2 * float(whole.split()[0])
+    html = training.write_training_report(recipe, prepared.plan, prepared.model_folder, folder).read_text()
+    assert of_full(html) == pytest.approx(whole, rel=0.2)
+    (folder / "log.jsonl").write_text("".join(lines[: len(lines) // 2]))
+    html = training.write_training_report(recipe, prepared.plan, prepared.model_folder, folder, cut_short="loss nan").read_text()
+    steps = len(lines) // 2
+    assert f"Cut short behind step {steps} of {len(lines)}: loss nan." in html and "The model: none yet" in html
     (folder / "log.jsonl").write_text("")
-    assert training.write_training_report(recipe, prepared, folder) is None
+    assert training.write_training_report(recipe, prepared.plan, prepared.model_folder, folder) is None
     (folder / "log.jsonl").write_text("".join(lines))
-    training.write_training_report(recipe, prepared, folder)
+    training.write_training_report(recipe, prepared.plan, prepared.model_folder, folder)
 
 
 def test_text_cannot_become_markup(report):
     html = report.read_text()
     assert HOSTILE not in html and "<img" not in html.split("<script>")[0]
     assert hover_text("a<b\n\nc" + "d" * 100, most=80, width=40) == "a&lt;b<br><br>c" + "d" * 39 + "<br>" + "d" * 35 + "…"
+    assert hover_text("数" * 300, most=80, width=100) == "数" * 40 + "…" and hover_text("ab", most=2) == "ab"
     assert "&lt;b&gt;" in table(["<b>"], [["<b>"]]) and "<b>" not in paragraph("<b>")
     spec = figures_of(document("t", join([figure([{"x": [1.0, float("nan")], "text": ["</script>"]}])]), []))[0]
     assert spec["data"][0] == {"x": [1.0, None], "text": ["</script>"]}
+
+
+def test_the_command_can_be_typed_again(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["launch/train.py", "--local_rank=0", "--recipe", "my recipe.yaml", "--stop_file", "/tmp/stop"])
+    for name, value in (("WORLD_SIZE", "16"), ("LOCAL_SIZE", "8")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    words = "launch/train.py --recipe 'my recipe.yaml'"
+    assert selection._command() == f"cd {tmp_path}\ndeepspeed --num_gpus 8 --num_nodes 2 {words}"
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert selection._command().endswith(f"deepspeed --num_gpus 8 {words}")
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.delenv("LOCAL_SIZE")
+    assert selection._command().endswith(f"python {words}")
 
 
 def test_a_page_without_figures_carries_no_script():
@@ -230,6 +256,23 @@ def test_the_training_report_says_what_the_log_says(small, trained):
         assert told in html
     number = int(small[1].plan.kept.sum())
     assert f"<td>CluSTER</td><td>{2 * -(-number // 8)} s</td>" in html  # 2 s each step
+
+
+def test_an_evaluation_puts_its_scores_into_the_page(small, trained, tmp_path, capsys):
+    recipe, prepared, folder = small
+    run = tmp_path / "run"
+    shutil.copytree(folder, run, ignore=shutil.ignore_patterns("cache"))
+    shutil.copytree(prepared.model_folder, run / "model")
+    _show_in_run(run / "model")  # no whole model of a run yet
+    assert capsys.readouterr().out == ""
+    write_json(run / "model" / "manifest.json", {})
+    (run / "recipe.yaml").write_text(recipe.to_yaml())
+    (run / "eval" / "mbpp").mkdir()
+    write_json(run / "eval" / "mbpp" / "results.json", {"scores": {"mbpp pass@1": {"value": 0.4125, "n": 378}}})
+    _show_in_run(run / "model")
+    assert capsys.readouterr().out == f"[report] {run / 'training.html'}\n"
+    html = (run / "training.html").read_text().split("<script>")[0]
+    assert ">41.2<" in html and ">25.0<" in html and "None yet" not in html
 
 
 def hover_and_legend(page):

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..distributed import Ranks
+from ..messages import Progress
 from ..plan import Plan
 from ..planning import Clustered
 from ..prepare import Samples
@@ -172,19 +173,17 @@ def in_shards(
         return missing_shards(folder, len(shards))
 
     missing = ranks.on_main(unfinished)
-    started, told, compute = time.perf_counter(), 0, None
+    progress, compute = Progress(label, len(missing) if ranks.is_main else 0, "shards", ranks.print), None
     for number in ranks.shares(len(missing)):
         if compute is None:
             compute = begin()
         shard, began = missing[number], time.perf_counter()
         arrays = {"rows": shards[shard].astype(np.int64), **compute(shards[shard])}
         write_shard(folder, shard, key, arrays, time.perf_counter() - began)
-        tenth = 10 * (number + 1) // len(missing)
-        if tenth > told:
-            told, spent = tenth, time.perf_counter() - started
-            left = spent * (len(missing) - number - 1) / (number + 1)
-            ranks.print(f"[{label}] {number + 1} of {len(missing)} shards, about {left:.0f} s left")
+        if ranks.is_main:
+            progress.reach(number + 1)
     ranks.gather(len(missing))  # all shards are on disk
+    progress.close()
 
 
 def read_shards(folder: Path, key: str, shards: Sequence[np.ndarray]) -> Arrays:

@@ -9,20 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from ..arguments import positive
-from ..files import is_disk_full
+from ..files import is_committed, is_disk_full
 from ..hub import offline
+from ..messages import quiet_libraries
+from ..report import try_page
+from ..report.training import rewrite_training_report
 from .code import evaluate_code
 from .generation import GenerationConfig
 from .medical import TASKS, MedicalConfig, choose_tasks, evaluate_medical
 from .problems import Benchmark, fetch_problems, find_problems, load_problems
-from .results import default_output_dir, resolve_model_folder, template_of
+from .results import default_output_dir, resolve_model_folder, run_of, template_of
 from .sandbox import ACCEPT
 
 _BATCH_SIZES = {"humaneval": 16, "mbpp": 24, "medqa": 16}  # the first two as Magicoder's authors had them
 
 
-def refusing(work: Callable[[], Any]) -> None:
+def refusing(work: Callable[[], Any], verbose: bool = False) -> None:
     """Run a command; what a user can mend becomes one message and exit code 2."""
+    if not verbose:
+        quiet_libraries()
     try:
         work()
     except KeyboardInterrupt:
@@ -40,6 +45,7 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch_size", type=positive, help="prompts of one forward pass (16; MBPP 24)")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"), help="of the weights")
     parser.add_argument("--num_workers", type=positive, metavar="N", help="processes; default: one a visible GPU, or one")
+    parser.add_argument("--verbose", action="store_true", help="let libraries say all that they have to say")
 
 
 def add_code_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,6 +84,7 @@ def run_code(args: argparse.Namespace, benchmark: Benchmark, model: Path | None,
         problems, model, config, folder, samples=samples, sanitized=getattr(args, "sanitize", None),
         base_only=args.base_only, isolated=not args.unsandboxed, num_workers=args.score_workers,
     )
+    _show_in_run(model)
 
 
 def run_medical(args: argparse.Namespace, model: Path, output_dir: Path | None = None) -> None:
@@ -89,6 +96,7 @@ def run_medical(args: argparse.Namespace, model: Path, output_dir: Path | None =
         dtype=args.dtype, num_workers=args.num_workers,
     )
     evaluate_medical(model, config, output_dir or default_output_dir(model, _folder_name("medqa", args.limit)))
+    _show_in_run(model)
 
 
 def code_main() -> None:
@@ -110,7 +118,8 @@ def code_main() -> None:
     if (args.model is None) == (args.samples is None):
         parser.error("give a MODEL, or --samples FILE")
     refusing(
-        lambda: run_code(args, args.benchmark, resolve_model_folder(args.model) if args.model else None, args.output_dir)
+        lambda: run_code(args, args.benchmark, resolve_model_folder(args.model) if args.model else None, args.output_dir),
+        args.verbose,
     )
 
 
@@ -126,7 +135,14 @@ def medical_main() -> None:
     parser.add_argument("--output_dir", type=Path, help="default: eval/medqa in the model's run, or runs/eval/MODEL/medqa")
     add_shared_arguments(parser)
     args = parser.parse_args()
-    refusing(lambda: run_medical(args, resolve_model_folder(args.model), args.output_dir))
+    refusing(lambda: run_medical(args, resolve_model_folder(args.model), args.output_dir), args.verbose)
+
+
+def _show_in_run(model: Path | None) -> None:
+    """Put new scores into the training report of the run that has left the model."""
+    run = None if model is None else run_of(model)
+    if run is not None and is_committed(run / "plan") and (run / "log.jsonl").is_file():
+        print(try_page(lambda: rewrite_training_report(run)), flush=True)
 
 
 def _folder_name(benchmark: str, limit: int | None) -> str:

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 import transformers
-from tqdm import tqdm
-from transformers.utils.logging import disable_progress_bar
 
 from ..files import write_text
 from ..memory import is_out_of_memory
+from ..messages import Progress, quiet_libraries
 from ..models import load_tokenizer, model_hash, pad_token_id, text_config
 from ..templates import get_template
 from ..tokens import prompt_tokens, tokenizer_hash
@@ -79,14 +78,13 @@ def generate(problems: Problems, model: Path, config: GenerationConfig, output_d
     print(f"[generate] {len(prompts) - missing} of {len(prompts)} problems are answered in {samples}", flush=True)
     if missing:
         with samples.open("a", encoding="utf-8") as file:
-            bar = tqdm(total=missing, desc="generate", unit="problem")
+            progress = Progress("generate", missing, "problems")
             for answers in run_parallel(_answer, (str(model), config), batches, config.num_workers):
                 lines = [json.dumps(_sample(problems, task, *answer)) + "\n" for task, *answer in answers]
                 file.write("".join(lines))
                 file.flush()
                 os.fsync(file.fileno())
-                bar.update(len(lines))
-            bar.close()
+                progress.add(len(lines))
     return time.perf_counter() - started
 
 
@@ -144,7 +142,7 @@ def _answer(
 ) -> Iterator[list[tuple[str, str, bool]]]:
     """Task id, text, and whether it ended by itself, of each prompt of each batch."""
     folder, config = shared
-    disable_progress_bar()
+    quiet_libraries()
     tokenizer = load_tokenizer(Path(folder))
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=config.dtype, device_map={"": device}

@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 import yaml
-from tqdm import tqdm
-from transformers.utils.logging import disable_progress_bar
 
 from ..files import read_json, write_text
 from ..memory import is_out_of_memory
+from ..messages import Progress, quiet_libraries
 from ..models import load_tokenizer, model_hash, text_config
 from ..sources import BadRow, read_rows
 from ..tokens import tokenizer_hash
@@ -120,17 +119,16 @@ def evaluate_medical(model: Path, config: MedicalConfig, output_dir: Path) -> di
         for task in config.tasks if done[task] is None for first in range(0, len(questions[task]), _CHUNK)
     ]  # fmt: skip
     found: dict[str, dict[int, list[dict[str, Any]]]] = {}
-    bar = tqdm(total=sum(len(rows) for _, _, rows in pieces), desc="questions", unit="question", disable=not pieces)
+    progress = Progress("eval", sum(len(rows) for _, _, rows in pieces), "questions")
     for task, first, answers in run_parallel(_score, (str(model), window, config), pieces, config.num_workers):
-        bar.update(len(answers))
+        progress.add(len(answers))
         found.setdefault(task, {})[first] = answers
         if sum(map(len, found[task].values())) == len(questions[task]):
             whole = [answer for _, piece in sorted(found.pop(task).items()) for answer in piece]
             write_text(output_dir / f"{task}.jsonl", "".join(json.dumps(answer) + "\n" for answer in whole))
             done[task] = whole
             right = sum(answer["right"] for answer in whole)
-            bar.write(f"[eval] {task}: {right} of {len(whole)} right")
-    bar.close()
+            progress.print(f"[eval] {task}: {right} of {len(whole)} right")
     answers = {task: done[task] or [] for task in config.tasks}
     result: dict[str, Any] = {
         "benchmark": "medqa", "label": "medical multiple choice, log-likelihood of the answer's letter or word, zero-shot",
@@ -284,7 +282,7 @@ def _score(
 ) -> Iterator[tuple[str, int, list[dict[str, Any]]]]:
     """Answers to each piece's questions: log-likelihood of every choice, and whether the likeliest is right."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    disable_progress_bar()
+    quiet_libraries()
     from lm_eval.evaluator import evaluate
     from lm_eval.models.huggingface import HFLM
 

@@ -11,9 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from ..files import write_json
+from ..messages import Progress
 from .checks import DIED, FAIL, FORGED, PASS, TIMEOUT
 from .problems import Problems
 from .sandbox import MEMORY_BYTES, Sandbox, SandboxError
@@ -66,14 +65,15 @@ def solution_of(problem: dict[str, Any], sample: dict[str, Any]) -> str:
 
 def sanitize(problems: Problems, samples: dict[str, dict[str, Any]], isolated: bool) -> dict[str, dict[str, Any]]:
     """EvalPlus's clean-up of every sample; a text that it cannot take apart in time stays as it is."""
-    cleaned = {}
+    cleaned, progress = {}, Progress("sanitize", len(samples), "samples")
     with Sandbox(("evalplus.sanitize",), isolated) as sandbox:
-        for task, sample in tqdm(samples.items(), desc="sanitize", unit="sample"):
+        for task, sample in samples.items():
             solution = solution_of(problems.by_id[task], sample)
             entry = problems.by_id[task]["entry_point"]
             done = sandbox.call("sanitize", limit_s=_SANITIZE_LIMIT_S, code=solution, entry_point=entry)
             cleaned[task] = {**sample, "solution": solution if done.error else done.value}
             cleaned[task].pop("completion", None)
+            progress.add(1)
     return cleaned
 
 
@@ -138,13 +138,15 @@ def score(
             )
 
         pool = open_boxes.enter_context(ThreadPoolExecutor(num_workers))
-        with tqdm(total=len(samples), desc="score", unit="sample") as bar:
-            for task, verdict in pool.map(check, samples):
-                verdicts[task] = verdict
-                bar.update()
+        progress = Progress("score", len(samples), "samples")
+        for task, verdict in pool.map(check, samples):
+            verdicts[task] = verdict
+            progress.add(1)
         late = [task for task, verdict in verdicts.items() if TIMEOUT in (verdict.base, verdict.plus)]
-        for task in tqdm(late, desc="once more, alone", unit="sample", disable=not late):
+        progress = Progress("score", len(late), "samples once more, alone")
+        for task in late:
             verdicts[task] = check(task, alone)[1]
+            progress.add(1)
     still = sum(TIMEOUT in (verdict.base, verdict.plus) for verdict in verdicts.values())
     return verdicts, {
         "seconds": time.perf_counter() - started,

@@ -131,9 +131,15 @@ def figure(traces: list[Trace], height: int = 380, **layout: Any) -> Html:
     )
 
 
+def shorten(text: str, most: int) -> str:
+    """The first characters of a text; fewer of scripts that take three bytes for each, so that pages stay small."""
+    return text[:most].encode("utf-8", "replace")[: 3 * most // 2].decode("utf-8", "ignore")
+
+
 def hover_text(text: str, most: int = 240, width: int = 70) -> str:
     """A sample's text for plotly's hover label: its beginning, in short lines, with what would be markup escaped."""
-    cut = text[:most] + ("…" if len(text) > most else "")
+    cut = shorten(text, most)
+    cut += "…" if len(text) > len(cut) else ""
     lines = [line[i : i + width] for line in cut.splitlines() for i in range(0, max(len(line), 1), width)]
     return "<br>".join(html.escape(line, quote=False) for line in lines[:10])
 

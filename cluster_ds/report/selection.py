@@ -9,18 +9,33 @@ import hashlib
 import json
 import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 
+from .. import __version__
 from ..dry_run import duration, prediction_of
-from ..estimate import arms_of, loads_of_steps, steps_text
+from ..estimate import arms_of, loads_of_arms, loads_of_steps, steps_text
 from ..files import is_committed, write_text
 from ..prepare import Prepared
 from ..recipe import Recipe
 from ..shapes import quadratic_cost
-from .page import COLORS, Html, details, document, facts, figure, hover_text, join, paragraph, preformatted, table
+from .page import (
+    COLORS,
+    Html,
+    details,
+    document,
+    facts,
+    figure,
+    hover_text,
+    join,
+    paragraph,
+    preformatted,
+    shorten,
+    table,
+)
 from .view import SHOWN_TOKENS, View
 
 NAME = "selection.html"
@@ -160,7 +175,7 @@ def _clusters(view: View) -> Html:
             details(f"{name}: {' '.join(view.text(row).split())[:90]}…", join([
                 paragraph(f"{plan.ids[row]}, distance {plan.distance[row]:.3f}, {plan.num_tokens[row]} tokens, "
                           f"{'kept, weight ' + format(plan.weight[row], '.3f') if plan.kept[row] else 'left out'}", "soft"),
-                preformatted(view.text(row, SHOWN_TOKENS)[:_EXAMPLE_CHARS]),
+                preformatted(shorten(view.text(row, SHOWN_TOKENS), _EXAMPLE_CHARS)),
             ]))
             for name, rows in (("near", order[:_EXAMPLES]), ("far", order[: -_EXAMPLES - 1 : -1])) for row in rows
         ]  # fmt: skip
@@ -276,10 +291,9 @@ def _predicted_time(view: View) -> Html:
         bars.append({"type": "bar", "name": allocation, "x": [f"rank {r}" for r in range(w)], "y": loads.sum(axis=0),
                      "marker": {"color": color}})  # fmt: skip
     probe = prediction_of(view.output_dir, w, recipe)
-    arms, rows = arms_of(plan, recipe.train.seed), []
-    slowest = {name: float(loads_of_steps(arm, recipe, w, quadratic).max(axis=1).sum()) for name, arm in arms.items()}
-    rate = None if probe is None else probe["seconds_per_token"]
-    for name, arm in arms.items():
+    slowest = {name: float(load.sum()) for name, load in loads_of_arms(plan, recipe, w, quadratic).items()}
+    rate, rows = None if probe is None else probe["seconds_per_token"], []
+    for name, arm in arms_of(plan, recipe.train.seed).items():
         number = int(arm.kept.sum())
         seconds = "" if rate is None else duration(slowest[name] * rate)
         rows.append([name, number, int(arm.num_tokens[arm.kept].sum()), steps_text(number, recipe.train),
@@ -289,6 +303,7 @@ def _predicted_time(view: View) -> Html:
     return join([
         paragraph(f"So far: {stages}."),
         table(["training on", "samples", "tokens an epoch", "steps", "computing, of full", told], rows, text=(3,)),
+        paragraph("Full data and random are dealt to the ranks by tokens, CluSTER as the recipe says.", "soft"),
         paragraph(f"Tokens that each of {w} ranks computes over the whole training, in tokens of a short sample:"),
         figure(bars, height=280, barmode="group", showlegend=True, yaxis={"title": {"text": "computed tokens"}}),
         *(paragraph(line, "soft") for line in lines),
@@ -325,8 +340,11 @@ def _rows(view: View) -> Html:
 
 def _provenance(view: View) -> Html:
     m = view.manifest
-    values = {**m["provenance"], "plan": view.plan.hash, **{f"selection.{k}": v for k, v in m["selection"].items()},
-              **{f"version of {k}": v for k, v in m["versions"].items()}}  # fmt: skip
+    values = {
+        "page made by": _this_version(), **m["provenance"], "plan": view.plan.hash,
+        **{f"selection.{k}": v for k, v in m["selection"].items()},
+        **{f"version of {k}": v for k, v in m["versions"].items()},
+    }  # fmt: skip
     return join([
         preformatted(_command()),
         table(["what", "value"], [[name, str(value)] for name, value in values.items()], text=(1,)),
@@ -334,9 +352,24 @@ def _provenance(view: View) -> Html:
 
 
 def _command() -> str:
-    """What was typed, without what launchers add."""
+    """What was typed, and where, without what launchers add; on each node, where there are several."""
     ranks, words = int(os.environ.get("WORLD_SIZE", 1)), []
+    on_node = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", ranks)))
     for word, before in zip(sys.argv, ["", *sys.argv], strict=False):
         if not word.startswith(("--local_rank", "--stop_file")) and before != "--stop_file":
             words.append(word)
-    return shlex.join([*(["deepspeed", "--num_gpus", str(ranks)] if ranks > 1 else ["python"]), *words])
+    launcher = ["deepspeed", "--num_gpus", str(on_node)] if ranks > 1 else ["python"]
+    launcher += ["--num_nodes", str(ranks // on_node)] if ranks > on_node else []
+    return f"cd {shlex.quote(os.getcwd())}\n{shlex.join([*launcher, *words])}"
+
+
+def _this_version() -> str:
+    """Of cluster-ds, with the commit of a checkout."""
+    checkout, commit = Path(__file__).resolve().parents[2], ""
+    if (checkout / ".git").exists():
+        asked = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12"]
+        try:
+            commit = subprocess.run(asked, capture_output=True, text=True, timeout=10).stdout.strip()
+        except (OSError, subprocess.TimeoutExpired):  # no git here
+            pass
+    return f"cluster-ds {__version__}" + (f", commit {commit}" if commit else "")

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from ..dry_run import duration, prediction_rows
-from ..estimate import arms_of, loads_of_steps
+from ..estimate import loads_of_arms
 from ..files import MANIFEST, read_json, size_text, write_text
-from ..prepare import Prepared
+from ..plan import Plan
 from ..recipe import Recipe
+from ..recipe_file import load_recipe
 from ..run_log import read_lines
 from ..shapes import quadratic_cost
 from .page import COLORS, Html, Trace, details, document, facts, figure, join, paragraph, preformatted, table
@@ -25,20 +26,28 @@ _MOST_IN_HOVER = 12  # curves
 Entries = list[dict[str, Any]]
 
 
-def write_training_report(recipe: Recipe, prepared: Prepared, output_dir: Path) -> Path | None:
-    """Write the report of a finished run from its log; benchmark scores are in it once eval/ has been run.
+def write_training_report(
+    recipe: Recipe, plan: Plan, model_folder: Path, output_dir: Path, *, cut_short: str = ""
+) -> Path | None:
+    """Write the report of a run from its log; benchmark scores are in it once there are any.
 
     Args:
-        recipe, prepared, output_dir: of the run.
+        recipe, plan, output_dir: of the run.
+        model_folder: of the model that was trained, before or after.
+        cut_short: why a run ended before its last step; such a one has no summary.
     Returns:
         the file, or None where the log is lost.
     """
-    log, summary = read_lines(output_dir / "log.jsonl"), read_json(output_dir / "summary.json")
+    log, file = read_lines(output_dir / "log.jsonl"), output_dir / "summary.json"
     if not log:
         return None
-    world_size = summary["world_size"]
+    summary = read_json(file) if file.is_file() and not cut_short else {}
     first, last = log[0], log[-1]
+    world_size = summary.get("world_size") or round(last["tokens_per_s"] / last["tokens_per_s_per_rank"])
+    loads = loads_of_arms(plan, recipe, world_size, quadratic_cost(model_folder))
+    ended = f"Cut short behind step {last['step']} of {len(loads['CluSTER'])}: {cut_short}."
     lead = join([
+        *([paragraph(ended, "warn")] if cut_short else []),
         paragraph(f"{recipe.model.name_or_path}, {len(log)} steps on {world_size} ranks, ZeRO config "
                   f"{recipe.deepspeed.config}, {recipe.train.precision}, {recipe.train.optimizer}", "soft"),
         facts({
@@ -51,7 +60,7 @@ def write_training_report(recipe: Recipe, prepared: Prepared, output_dir: Path) 
         ("Loss", _losses(log, read_lines(output_dir / "held_out.jsonl"))),
         ("Learning rate and gradient norm", _gradients(log)),
         ("Speed", _speed(log)),
-        ("Time, predicted and measured", _time(recipe, prepared, summary, log, world_size)),
+        ("Time, predicted and measured", _time(loads, summary, log)),
         ("Diagnostics", _diagnostics(log, read_lines(output_dir / "spikes.jsonl"))),
         ("Scores", _scores(output_dir)),
         ("Checkpoints and model", _files(output_dir, summary)),
@@ -61,8 +70,14 @@ def write_training_report(recipe: Recipe, prepared: Prepared, output_dir: Path) 
     return output_dir / NAME
 
 
+def rewrite_training_report(run: Path) -> Path | None:
+    """The same of a finished run's folder, which has got new scores."""
+    recipe = load_recipe(str(run / "recipe.yaml"))
+    return write_training_report(recipe, Plan.read(run / "plan"), run / "model", run)
+
+
 def _held_out_facts(summary: dict[str, Any]) -> dict[str, str]:
-    before, after = summary["held_out_before"], summary["held_out_after"]
+    before, after = summary.get("held_out_before"), summary.get("held_out_after")
     if not before or not after:
         return {}
     return {"held-out loss before": f"{before['sample_mean']:.4f}", "after": f"{after['sample_mean']:.4f}"}
@@ -92,7 +107,7 @@ def _gradients(log: Entries) -> Html:
     norms = np.array([_number(e["grad_norm"]) for e in log])
     return join([
         _curves([_line(log, "learning rate", np.array([e["lr"] for e in log]), COLORS[2])], "learning rate", height=240),
-        _curves([_line(log, "gradient norm", norms, COLORS[3])], "gradient norm before clipping", height=240),
+        _curves([_line(log, "gradient norm", norms, COLORS[3])], "norm before clipping", height=240),
     ])
 
 
@@ -113,19 +128,14 @@ def _speed(log: Entries) -> Html:
     ])
 
 
-def _time(recipe: Recipe, prepared: Prepared, summary: dict[str, Any], log: Entries, world_size: int) -> Html:
+def _time(loads: dict[str, np.ndarray], summary: dict[str, Any], log: Entries) -> Html:
     seconds = sum(e["seconds"] for e in log)
-    stages = [[name, duration(s) if s else "reused"] for name, s in summary["seconds"].items()]
-    quadratic = quadratic_cost(prepared.model_folder)
-    loads = {
-        name: loads_of_steps(arm, recipe, world_size, quadratic).max(axis=1)
-        for name, arm in arms_of(prepared.plan, recipe.train.seed).items()
-    }
+    stages = [[name, duration(s) if s else "reused"] for name, s in summary.get("seconds", {}).items()]
     rate = seconds / loads["CluSTER"][: len(log)].sum()  # early stopping ends before the schedule does
     rows = [[name, duration(load.sum() * rate), f"{load.sum() / loads['full'].sum():.1%}"] for name, load in loads.items()]
     parts = [
-        table(["stage", "took, in this start"], stages),
-        paragraph("All steps on other data would take, at the rate measured here:"),
+        *([table(["stage", "took, in this start"], stages)] if stages else []),
+        paragraph("All steps would take, at the rate measured here, full data and random dealt to the ranks by tokens:"),
         table(["training on", "steps", "of full data"], rows),
     ]
     told = summary.get("prediction")
@@ -141,14 +151,15 @@ def _diagnostics(log: Entries, spikes: Entries) -> Html:
     looked = [e for e in log if e.get("gradient_diversity") is not None]
     if looked:
         diversity = np.array([e["gradient_diversity"] * e["num_gradients"] for e in looked])
-        parts.append(_curves([_line(looked, "diversity", diversity, COLORS[2])], "gradient diversity x number", height=240))
+        parts.append(_curves([_line(looked, "diversity", diversity, COLORS[2])], "diversity x number", height=240))
     else:
         parts.append(paragraph("Gradients were not compared: train.diagnose_every looks at them.", "soft"))
     compared = [e for e in looked if e["rank_cosine"] is not None]
     if compared:
         cosines = np.array([e["rank_cosine"] for e in compared])
         line = _line(compared, "cosine", cosines, COLORS[0])
-        parts.append(_curves([line], "mean cosine of the ranks' gradients", height=240))
+        parts.append(paragraph("Cosine: the mean over pairs of ranks, of their gradients in the same step."))
+        parts.append(_curves([line], "ranks' mean cosine", height=240))
     if spikes:
         rows = [[e["step"], f"{e['loss']:.4f}", f"{e['usual']:.4f}", ", ".join(s["id"] for s in e["samples"][:3])]
                 for e in spikes[:_SPIKES]]  # fmt: skip
@@ -165,11 +176,11 @@ def _scores(output_dir: Path) -> Html:
         for name, score in read_json(file)["scores"].items():
             bounds = score.get("interval_95")
             interval = " to ".join(f"{100 * bound:.1f}" for bound in bounds) if bounds else ""
-            rows.append([name, f"{100 * score['value']:.1f}", interval, score.get("n", "")])
+            rows.append([name, f"{100 * score['value']:.1f}", interval, score.get("n", ""), file.parent.name])
     if not rows:
-        return paragraph("None yet: eval/humaneval.sh, eval/mbpp.sh and eval/medqa.sh score the model, and the same "
-                         "training command again puts the scores here.", "soft")  # fmt: skip
-    return table(["benchmark", "%", "95 % interval", "problems"], rows)
+        return paragraph("None yet: eval/humaneval.sh, eval/mbpp.sh and eval/medqa.sh score the model and put the "
+                         "scores here.", "soft")  # fmt: skip
+    return table(["benchmark", "%", "95 % interval", "problems", "in eval/"], rows)
 
 
 def _files(output_dir: Path, summary: dict[str, Any]) -> Html:
@@ -177,8 +188,8 @@ def _files(output_dir: Path, summary: dict[str, Any]) -> Html:
     for manifest in sorted(output_dir.glob(f"checkpoints/*/{MANIFEST}")):
         files = [p for p in manifest.parent.rglob("*") if p.is_file()]
         rows.append([manifest.parent.name, size_text(sum(p.stat().st_size for p in files))])
-    model = paragraph(f"The model: {summary['model']}")
-    return join([table(["checkpoint", "size"], rows), model]) if rows else model
+    parts = [table(["checkpoint", "size"], rows)] if rows else []
+    return join([*parts, paragraph(f"The model: {summary.get('model', 'none yet')}")])
 
 
 def _line(log: Entries, name: str, values: np.ndarray, color: str, width: int = 2, most: int = _MOST_POINTS) -> Trace:

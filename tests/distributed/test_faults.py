@@ -62,8 +62,10 @@ def test_a_signal_to_one_rank_becomes_a_checkpoint_of_all(unbroken, number):
     assert f"stopping ({number.name}): a checkpoint follows" in text
     assert f"stopped behind step {done}, its checkpoint is written: the same command continues (exit code 75)" in text
     assert (output / "checkpoints" / f"step-{done:08d}" / "manifest.json").is_file() and "Traceback" not in text
+    assert f"Cut short behind step {done} of " in (output / "training.html").read_text()
     then_as_unbroken(output, unbroken)
     assert f"[train] resuming behind step {done}" in text_of(output)
+    assert "Cut short" not in (output / "training.html").read_text()
 
 
 @pytest.mark.slow
