@@ -196,8 +196,14 @@ def write_llamafactory(kept: Kept, folder: Path) -> list[Path]:
         entry |= {"formatting": "sharegpt", "columns": {"messages": "messages"}, "tags": _SHAREGPT_TAGS}
     folder.mkdir(parents=True, exist_ok=True)
     path, listed = folder / f"{name}.json", folder / "dataset_info.json"
+    try:
+        others = read_json(listed) if listed.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{listed} is not valid JSON ({error}): mend it, or choose another --output") from None
+    if not isinstance(others, dict):
+        raise ValueError(f"{listed} holds no JSON object of data sets: mend it, or choose another --output")
     write_json(path, rows)
-    write_json(listed, {**(read_json(listed) if listed.is_file() else {}), name: entry})
+    write_json(listed, {**others, name: entry})
     return [path, listed]
 
 

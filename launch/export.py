@@ -24,6 +24,9 @@ def export(args: argparse.Namespace) -> None:
     kept = kept_rows(load_recipe(str(recipe)), plan)
     write, name, reads_weights = TARGETS[args.to]
     target = args.output or folder.resolve().parent / "export" / name
+    wants_file = "." in name
+    if target.is_dir() if wants_file else target.is_file():
+        raise ValueError(f"--output {target} is a {'folder' if wants_file else 'file'}: {args.to} is written to the other")
     target.parent.mkdir(parents=True, exist_ok=True)
     files = write(kept, target)
     print(f"{len(kept.records)} of {len(plan)} rows written", *files, *kept.notes, sep="\n")

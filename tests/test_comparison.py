@@ -149,7 +149,10 @@ def test_tables_pair_by_seed_and_example(tmp_path):
     assert found["cluster-core"].verdict == "no difference seen" and "random" not in found
     scores = tmp_path / "runs" / "seed-1" / "cluster" / "eval" / "humaneval"
     scores.mkdir(parents=True)
-    (scores / "results.json").write_text(json.dumps({"scores": {"humaneval": {"value": 0.25}}}))
+    (scores / "results.json").write_text(json.dumps({"scores": {"humaneval": {"value": 0.25, "n": 164}}}))
+    tried = scores.with_name("humaneval_first_10")  # with --limit 10: no second seed
+    tried.mkdir()
+    (tried / "results.json").write_text(json.dumps({"scores": {"humaneval": {"value": 0.6, "n": 10}}}))
     tables = tables_of(entries, tmp_path)
     text = markdown(tables)
     assert [title.partition(":")[0] for title, *_ in tables] == [
@@ -158,7 +161,7 @@ def test_tables_pair_by_seed_and_example(tmp_path):
     ]
     line = next(line for line in text.splitlines() if line.startswith("| cluster |"))
     assert "| 1.0 | 2.0 | 3.0 |" in line and line.endswith("| lower |")
-    assert "| cluster | 25.0 |" in text and "no difference seen" in text
+    assert "| arm | humaneval (n = 164) |" in text and "| cluster | 25.0 |" in text and "no difference seen" in text
     html = page(tables, entries)
     assert html.count("<table>") == 3 and '"name":"lower"' in html and not re.search('(src|href)="[^#]', html.split("<script>")[0])
 

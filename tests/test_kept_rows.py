@@ -136,6 +136,16 @@ def test_llamafactory(single):
     check(table, plan, [1, 2, 5, 7])
 
 
+@pytest.mark.parametrize(("text", "message"), [("{,", "is not valid JSON"), ("[]", "holds no JSON object of data sets")])
+def test_what_lies_in_llamafactorys_folder_is_read_first(single, tmp_path, text, message):
+    folder = tmp_path / "lf"
+    folder.mkdir()
+    (folder / "dataset_info.json").write_text(text)
+    with pytest.raises(ValueError, match=f"dataset_info.json {message}"):
+        write_llamafactory(kept_rows(*single[:2]), folder)
+    assert [path.name for path in folder.iterdir()] == ["dataset_info.json"]
+
+
 def test_chats_for_llamafactory(tmp_path):
     turns = [{"role": "system", "content": "s"}, *({"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "b")) * 2)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"messages": turns[: 3 + 2 * (i % 2)]}) + "\n" for i in range(4)))

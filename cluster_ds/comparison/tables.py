@@ -162,12 +162,20 @@ def _of_source(entries: list[dict[str, Any]], arm: str, source: str) -> str:
 
 
 def _score_table(entries: list[dict[str, Any]], point: str, output_dir: Path) -> Table | None:
-    """What the scripts in eval/ have left beside the runs' models; None where they were not run."""
+    """What the scripts in eval/ have left beside the runs' models; None where they were not run.
+
+    Of a benchmark that was tried with --limit as well the score over most questions counts; other numbers of questions are
+    other columns.
+    """
     scores: dict[str, dict[str, list[float]]] = {}
     for entry in entries:
+        best: dict[str, dict[str, Any]] = {}
         for file in sorted((output_dir / entry["folder"] / "eval").glob("*/results.json")) if "folder" in entry else []:
             for name, score in read_json(file)["scores"].items():
-                scores.setdefault(name, {}).setdefault(entry["arm"], []).append(100 * float(score["value"]))
+                best[name] = max(best.get(name, score), score, key=lambda s: s["n"])
+        for name, score in best.items():
+            column = scores.setdefault(f"{name} (n = {score['n']})", {})
+            column.setdefault(entry["arm"], []).append(100 * float(score["value"]))
     if not scores:
         return None
     arms = [arm for arm in _by_arm(entries) if any(arm in found for found in scores.values())]
