@@ -1,4 +1,4 @@
-"""Run a launcher in a process forked from a clean one, so that the libraries are loaded once for many runs."""
+"""Processes forked from a clean one that has loaded the libraries once for many runs; launchers in such processes."""
 
 import multiprocessing
 import os
@@ -10,13 +10,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["cluster_ds.runs"])
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["cluster_ds.runs"])
 
 
 def start(script: str, make: Callable[[], list[str]], folder: Path, output: Path) -> BaseProcess:
     """launch/`script` in `folder` with the arguments that `make` (which can be pickled) returns there; prints go to `output`."""
-    process = _context.Process(target=_run, args=(script, make, folder, output))
+    process = FORKED.Process(target=_run, args=(script, make, folder, output))
     process.start()
     return process
 

@@ -210,7 +210,9 @@ def test_X01_tied_embeddings_stay_tied(tmp_path):
             assert ("lm_head.weight" in file.keys()) == (name == "untied2")  # noqa: SIM118
         with torch.no_grad():
             for prompt, logits in zip(PROMPTS, kept[name], strict=True):
-                assert torch.equal(model.eval()(torch.tensor([prompt]), use_cache=False).logits, logits)
+                found = model.eval()(torch.tensor([prompt]), use_cache=False).logits
+                # One token's products round by where in memory the weights lie, which in an engine is a flat buffer.
+                torch.testing.assert_close(found, logits, rtol=0, atol=1e-6)
         tensors[name] = model.state_dict()
         files = (tmp_path / "runs" / name / "checkpoints" / "step-00000003").rglob("*.pt")
         assert 0.9 < sum(f.stat().st_size for f in files) / kept[f"{name} bytes"] < 1.25  # names and random states on top

@@ -6,10 +6,14 @@ import socket
 import tempfile
 import traceback
 from datetime import timedelta
+from multiprocessing.reduction import DupFd
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+
+from ..forked import FORKED
 
 TIMEOUT_S = 420
 
@@ -24,10 +28,11 @@ def run_on_ranks(function, world_size: int, *args, backend: str = "gloo") -> lis
 
     build_cpu_communication()  # once, before ranks would wait for the compiler
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
+        # Where DeepSpeed would have asked a GPU before the fork, libraries are loaded by each rank.
+        context: Any = mp.get_context("spawn") if torch.cuda.is_available() else FORKED
         port = free_port()
         processes = [
-            context.Process(target=_rank, args=(function, rank, world_size, folder, port, backend, args))
+            context.Process(target=_rank, args=(function, rank, world_size, folder, port, backend, dict(os.environ), _Streams(), args))
             for rank in range(world_size)
         ]
         for process in processes:
@@ -57,9 +62,21 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _rank(function, rank, world_size, folder, port, backend, args) -> None:
+class _Streams:
+    """Standard output and error of the process that starts ranks, which a forked one does not inherit."""
+
+    def __getstate__(self):
+        return [DupFd(stream) for stream in (1, 2)]
+
+    def __setstate__(self, descriptors):
+        for stream, descriptor in zip((1, 2), descriptors, strict=True):
+            os.dup2(descriptor.detach(), stream)
+
+
+def _rank(function, rank, world_size, folder, port, backend, environment, _, args) -> None:
+    os.environ.clear()
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size),
+        environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu" if backend == "gloo" else "cuda",
     )
     torch.set_num_threads(1)
