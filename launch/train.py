@@ -45,7 +45,7 @@ def run(recipe: Recipe, output_dir: Path, ranks: Ranks, args: argparse.Namespace
     try:
         result = train(recipe, prepared, output_dir, ranks, args.resume, held_out)
     except (Stopped, ValueError) as end:  # where curves are wanted most
-        if ranks.is_main:  # the others may be gone
+        if ranks.is_main and (output_dir / "log.jsonl").is_file():  # without a word to the others, who may be gone
             reason = "stopped, the same command continues" if isinstance(end, Stopped) else str(end)
             print(try_page(lambda: page(cut_short=reason)), flush=True)
         raise

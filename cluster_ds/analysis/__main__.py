@@ -7,12 +7,13 @@ launch/compare.py, all others one of launch/train.py (or of one of a comparison'
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ..arguments import positive
+from ..messages import show_table
 from . import batch_variance, compared, describing, gradients, selectors, semantic
 from .runs import Output, Run, read_run
 
@@ -29,6 +30,7 @@ NAMES = {
     "sensitivity": "losses over a comparison's sweep (Figure 5, Table 14)",
 }
 
+_MOST_SHOWN = 20  # values of a list
 _OF_COMPARISONS = {"cost": compared.analyse_cost, "sensitivity": compared.analyse_sensitivity}
 
 
@@ -52,6 +54,25 @@ def analyse(name: str, run: Run, args: argparse.Namespace) -> dict[str, Any] | N
         return semantic.read_sheet(run, args.sheet, args.seed)
     print(f"label the samples of {semantic.write_sheet(run, args.samples or 400, args.seed)}, then give it with --sheet")
     return None
+
+
+def _rows(numbers: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Names and values for people; long lists are in the file alone."""
+    if isinstance(numbers, dict):
+        for key, value in numbers.items():
+            yield from _rows(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(numbers, list) and any(isinstance(value, dict | list) for value in numbers):
+        for i, value in enumerate(numbers[:_MOST_SHOWN]):
+            yield from _rows(value, f"{name}.{i}")
+    elif isinstance(numbers, list):
+        if len(numbers) <= _MOST_SHOWN:
+            yield name, ", ".join(map(_text, numbers))
+    else:
+        yield name, _text(numbers)
+
+
+def _text(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def main() -> None:
@@ -82,8 +103,7 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     if numbers is not None:
-        shown = {k: v for k, v in numbers.items() if not (isinstance(v, list) and len(v) > 20)}
-        print(json.dumps(shown, indent=1))
+        show_table(NAMES[args.name], list(_rows(numbers)))
         print(f"written to {run.folder / 'analysis'}: {args.name}.json, {args.name}.svg")
 
 

@@ -205,8 +205,8 @@ class _Runs:
             np.flatnonzero(~self.is_test), clustered, in_all(extraction, seconds),
         )
 
-    def _plan(self, arm: str, seed: int, setting: Setting) -> Plan:  # collective
-        """What an arm keeps, at CluSTER's budget."""
+    def _plan(self, arm: str, seed: int, setting: Setting) -> None:  # collective
+        """Write what an arm keeps, at CluSTER's budget."""
         folder, key = self._folder(arm, seed) / "plan", self._key(arm, seed)
         base, match = setting.base, self.comparison.match
         wanted = int(base.num_tokens[base.kept].sum()) if match == "tokens" else None
@@ -224,14 +224,14 @@ class _Runs:
             _write_plan(plan, folder, key)
 
         self.ranks.on_main(make_plan)
-        return Plan.read(folder)
 
     def _one_run(self, arm: str, seed: int, setting: Setting) -> None:  # collective
         folder, ranks, recipe, key = self._folder(arm, seed), self.ranks, setting.recipe, self._key(arm, seed)
         ranks.print(f"[compare] {self._name(arm, seed)}")
         if arm in SCORES:
             SCORES[arm](setting)
-        plan = self._plan(arm, seed, setting)
+        self._plan(arm, seed, setting)
+        plan = Plan.read(folder / "plan")
         passes = plan.manifest["selection"].get("passes", recipe.train.epochs)
         recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"epochs": passes})})
         twin = ranks.on_main(lambda: self._twin(plan, recipe))
