@@ -87,10 +87,11 @@ FILLED = {  # pattern -> what a reader would put there
     r"(humaneval.sh runs\S+).*": r"\1 --limit 2", r"tests/faults.sh$": "tests/faults.sh 1 3",
     r"humaneval.sh \S+/ARM/model.*": "humaneval.sh runs/tiny/model --limit 2",
 }  # fmt: skip
-MADE_BY = {  # folders that commands read -> the documents' command that makes them
-    "runs/mine_75": "deepspeed launch/train.py --recipe mine.yaml --set selection.ratio=0.75 --output_dir runs/mine_75",
-    "runs/mine_compare": "deepspeed launch/compare.py --recipe mine.yaml --arms random,cluster,ifd --keep 0.4 --seeds 0,1,2",
-}
+MADE_BY = [  # part of a command, the folder that it reads, the documents' command that makes it
+    ("runs/mine_75", "runs/mine_75", "deepspeed launch/train.py --recipe mine.yaml --set selection.ratio=0.75 --output_dir runs/mine_75"),
+    ("runs/mine_compare", "runs/mine_compare", "deepspeed launch/compare.py --recipe mine.yaml --arms random,cluster,ifd --keep 0.4 --seeds 0,1,2"),
+    ("eval/report.py", "runs/tiny/eval", "bash eval/humaneval.sh runs/tiny/model --limit 2"),
+]
 MENTIONED = r"deepspeed launch/\w+\.py|python -m [\w.]+"  # programs, not commands
 LONG = ("tests/", "quickstart", "compare.py", "eval/", "examples/", "cluster_ds.analysis", "mine", "--probe", "HF_HUB_OFFLINE")
 
@@ -154,8 +155,8 @@ def test_short_commands_run(checkout):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", WHOLE)
 def test_long_commands_run(checkout, command):
-    for folder, needed in MADE_BY.items():
-        if folder in command and command != needed and not (checkout / folder).exists():
+    for sign, folder, needed in MADE_BY:
+        if sign in command and command != needed and not (checkout / folder).exists():
             assert needed in WHOLE
             run_in(checkout, needed)
     run_in(checkout, command)
