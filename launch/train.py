@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -47,7 +48,8 @@ def run(recipe: Recipe, output_dir: Path, ranks: Ranks, args: argparse.Namespace
     except (Stopped, ValueError) as end:  # where curves are wanted most
         if ranks.is_main and (output_dir / "log.jsonl").is_file():  # without a word to the others, who may be gone
             reason = "stopped, the same command continues" if isinstance(end, Stopped) else str(end)
-            print(try_page(lambda: page(cut_short=reason)), flush=True)
+            with suppress(OSError):  # of a full disk the run's own end tells
+                print(try_page(lambda: page(cut_short=reason)), flush=True)
         raise
     after = evaluate_held_out(recipe, held_out, result.model, output_dir, ranks, label="after")
     lines = ranks.on_main(lambda: census(output_dir, prepared.plan, result.num_steps, result.stopped_early))
