@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from cluster_ds.analysis import batch_variance, compared, describing, gradients, selectors, semantic
-from cluster_ds.analysis.__main__ import main
+from cluster_ds.analysis.__main__ import _rows, main
 from cluster_ds.analysis.runs import Output, read_run
 from cluster_ds.distributed import Ranks
 from cluster_ds.embedded import byte_tokenizer
@@ -189,6 +189,11 @@ def test_costs_and_sweeps_of_a_comparison(tmp_path):
     assert curves["cluster"][1]["verdict"] == "higher" and curves["random"][0]["minus_random"] is None
     with pytest.raises(ValueError, match="holds no finished comparison"):
         compared.results_of(tmp_path / "elsewhere")
+
+
+def test_numbers_become_rows():
+    numbers = {"a": 1, "b": {"c": 0.123456789, "d": [1, 2.5]}, "long": list(range(30)), "e": [{"x": "y"}]}
+    assert list(_rows(numbers)) == [("a", "1"), ("b.c", "0.12346"), ("b.d", "1, 2.5"), ("e.0.x", "y")]
 
 
 def test_the_command_line(run, monkeypatch, capsys):

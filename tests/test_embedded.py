@@ -1,9 +1,13 @@
 import json
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cluster_ds.embedded import DATA_SETS, resolve_data, resolve_model
+from cluster_ds import embedded
+from cluster_ds.embedded import DATA_SETS, SMOLLM2, resolve_data, resolve_model
+from cluster_ds.files import commit_folder, exclusive
 from cluster_ds.source_tasks import SHARES, make_tasks
 
 
@@ -65,3 +69,23 @@ def test_unknown_names():
     with pytest.raises(ValueError, match="no embedded model 'embedded:nothing': embedded:smollm2"):
         resolve_model("embedded:nothing")
     assert resolve_data("some/data") == "some/data"
+
+
+def test_a_second_job_waits_for_the_firsts_model(tmp_path, monkeypatch, capsys):
+    made, told = [], ""
+    monkeypatch.setenv("CLUSTER_DS_CACHE", str(tmp_path))
+    monkeypatch.setattr(embedded, "_smollm2_source", lambda: tmp_path)
+    monkeypatch.setattr(embedded, "_make_smollm2", made.append)
+    models = tmp_path / "models"
+    models.mkdir()
+    with ThreadPoolExecutor(1) as pool:
+        with exclusive(models, ""):
+            second = pool.submit(resolve_model, f"embedded:{SMOLLM2}")
+            deadline = time.monotonic() + 30
+            while "waiting for it" not in told and time.monotonic() < deadline:
+                told += capsys.readouterr().out
+                time.sleep(0.01)
+            with commit_folder(models / SMOLLM2, {}):
+                pass
+        assert second.result(30) == str(models / SMOLLM2)
+    assert "waiting for it" in told and made == []

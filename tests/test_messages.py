@@ -1,5 +1,6 @@
 """Tables and libraries' messages, on a terminal and in a job's log."""
 
+import os
 import subprocess
 import sys
 
@@ -68,6 +69,15 @@ logging.getLogger("torch.utils.cpp_extension").warning("No CUDA runtime is found
     assert [text for text in ("of this run", "of the future", "of a library") if text in done.stderr] == said
     assert done.stderr.count("UserWarning: of this run") == (rank == 0)
     assert "CUDA" not in done.stderr
+
+
+def test_deepspeed_does_not_say_that_there_is_no_gpu():
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    environment.pop("DS_ACCELERATOR", None)
+    for first, said in (("import cluster_ds", False), ("", True)):
+        program = f"{first}\nimport deepspeed"
+        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+        assert ("Setting accelerator to CPU" in done.stdout) == said
 
 
 def test_a_bar_does_not_reach_a_log(capsys, monkeypatch):

@@ -206,7 +206,6 @@ def test_an_early_end_changes_no_rate(small, trained):
     (folder / "log.jsonl").write_text("".join(lines[: len(lines) // 2]))
     html = training.write_training_report(recipe, prepared.plan, prepared.model_folder, folder).read_text()
     assert of_full(html) == pytest.approx(whole, rel=0.2)
-    (folder / "log.jsonl").write_text("".join(lines[: len(lines) // 2]))
     html = training.write_training_report(recipe, prepared.plan, prepared.model_folder, folder, cut_short="loss nan").read_text()
     steps = len(lines) // 2
     assert f"Cut short behind step {steps} of {len(lines)}: loss nan." in html and "The model: none yet" in html

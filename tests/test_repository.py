@@ -1,6 +1,8 @@
 """Things that drift apart without a test."""
 
 import re
+import subprocess
+import sys
 import tomllib
 
 from cluster_ds.ds_config import resolve_config
@@ -63,3 +65,12 @@ def test_files_named_in_the_readme_exist():
     named = set(re.findall(r"\b(?:recipes|launch|eval|tests|benchmarks|ds_configs|cluster_ds)/[\w./-]+\.(?:sh|py|md|json|yaml)", text))
     assert len(named) > 5
     assert [n for n in sorted(named) if "NAME" not in n and not (ROOT / n).is_file()] == []
+
+
+def test_recipes_are_listed_without_heavy_libraries():
+    program = (
+        "import runpy, sys; sys.argv = ['recipe.py', 'ls']; runpy.run_path('launch/recipe.py', run_name='__main__'); "
+        "print(*sorted({'torch', 'transformers', 'deepspeed', 'sklearn'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "magicoder_7b" in done.stdout and done.stderr.strip() == ""
