@@ -37,6 +37,10 @@ from .validation import HeldOut, Progress, read_progress
 from .watch import LOADING, Stopped, Watch
 
 
+class NotFiniteError(ValueError):
+    """A step whose loss or gradient is not finite, on all ranks alike: both are of the whole global batch."""
+
+
 @dataclass(frozen=True)
 class TrainResult:
     """What `train` leaves.
@@ -237,7 +241,7 @@ def _judge_step(train: TrainSection, engine: ClusterEngine, step: int, num_left_
     """A step whose loss or gradient is not finite: tolerated if DeepSpeed left it out, and only so many in a row.
 
     Raises:
-        ValueError: naming the samples.
+        NotFiniteError: naming the samples.
     """
     record = engine.last_record
     ids = [engine.schedule.plan.ids[r] for r in record.rows]
@@ -247,7 +251,7 @@ def _judge_step(train: TrainSection, engine: ClusterEngine, step: int, num_left_
         limit = train.max_nonfinite_steps
         ranks.print(f"[train] {what}: left out, {num_left_out} in a row of train.max_nonfinite_steps {limit}")
         return
-    raise ValueError(
+    raise NotFiniteError(
         f"{what}: nothing was saved since the last checkpoint; look at these samples, or start again with a lower train.lr "
         "in another --output_dir"
     )

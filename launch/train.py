@@ -21,7 +21,7 @@ from cluster_ds.report.selection import write_selection_report
 from cluster_ds.report.training import write_training_report
 from cluster_ds.run_log import census
 from cluster_ds.runs import evaluate_held_out, held_out_tokens, launch, open_run, print_summary, report
-from cluster_ds.training import train
+from cluster_ds.training import NotFiniteError, train
 from cluster_ds.watch import Stopped
 
 
@@ -45,11 +45,17 @@ def run(recipe: Recipe, output_dir: Path, ranks: Ranks, args: argparse.Namespace
     page = partial(write_training_report, recipe, prepared.plan, prepared.model_folder, output_dir)
     try:
         result = train(recipe, prepared, output_dir, ranks, args.resume, held_out)
-    except (Stopped, ValueError) as end:  # where curves are wanted most
-        if ranks.is_main and (output_dir / "log.jsonl").is_file():  # without a word to the others, who may be gone
-            reason = "stopped, the same command continues" if isinstance(end, Stopped) else str(end)
-            with suppress(OSError):  # of a full disk the run's own end tells
-                print(try_page(lambda: page(cut_short=reason)), flush=True)
+    except (Stopped, NotFiniteError) as end:  # on all ranks alike, and where curves are wanted most
+        if isinstance(end, Stopped):
+            ranks.watch.stop_in_order()  # whoever asked is answered, and a second signal ends nothing
+        reason = "stopped, the same command continues" if isinstance(end, Stopped) else str(end)
+
+        def write() -> str:
+            with suppress(OSError):
+                return try_page(lambda: page(cut_short=reason))
+            return "[report] the disk is full: no page on the training"
+
+        ranks.print(ranks.on_main(write))
         raise
     after = evaluate_held_out(recipe, held_out, result.model, output_dir, ranks, label="after")
     lines = ranks.on_main(lambda: census(output_dir, prepared.plan, result.num_steps, result.stopped_early))

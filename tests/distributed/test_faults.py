@@ -68,6 +68,15 @@ def test_a_signal_to_one_rank_becomes_a_checkpoint_of_all(unbroken, number):
     assert "Cut short" not in (output / "training.html").read_text()
 
 
+def test_a_loss_that_is_not_finite_is_said_and_shown(unbroken):
+    output = unbroken.parent / "diverged"
+    job = start_job(output, *JOB, "--set", "train.lr=1e30")
+    assert ended(job, family(job), TIMEOUT_S) not in (0, 75)
+    done, page = steps_done(output), (output / "training.html").read_text()
+    assert done > 1 and f"\nerror: step {done}: loss " in text_of(output)  # of rank 0
+    assert f"Cut short behind step {done} of " in page and f": step {done}: loss " in page
+
+
 @pytest.mark.slow
 def test_sigterm_to_the_launcher(unbroken):
     """DeepSpeed's launcher passes it on to the ranks one after the other; they agree and leave together."""
